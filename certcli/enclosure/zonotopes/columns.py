@@ -4,6 +4,7 @@ section 1.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -43,10 +44,8 @@ Reach = tuple[Tensor, Tensor]
 
 def norm1(x: Tensor, reach: Reach | None = None) -> Tensor:
     """sum |x| along the first axis, or sup x.e over a box of that reach, rounded up."""
-    first, *others = (piece.abs().sum(0) for piece in _pieces(x, reach))
-    for total in others:
-        first += total
-    return up(first, len(x))
+    sums = (piece.abs().sum(0) for piece in _pieces(x, reach))
+    return up(functools.reduce(torch.add, sums), len(x))
 
 
 def norm2(x: Tensor, reach: Reach | None = None) -> Tensor:
@@ -68,8 +67,7 @@ def _pieces(x: Tensor, reach: Reach | None) -> Iterator[Tensor]:
     """Yield the columns in pieces that fit the processor's cache (7 times faster), as `reached`."""
     size = max(1, _CACHED * len(x) // max(1, x.numel()))
     parts = () if reach is None else zip(*(part.split(size) for part in reach), strict=True)
-    pieces = x.split(size)
-    return map(reached, pieces, parts) if reach is not None else iter(pieces)
+    return iter(x.split(size)) if reach is None else map(reached, x.split(size), parts)
 
 
 _FEW = 2**8
@@ -81,8 +79,8 @@ _AT_ONCE = 32
 @cache
 def pairs(count: int) -> tuple[Tensor, Tensor]:
     """(a, b) of each column, a <= b."""
-    index = torch.triu_indices(count, count)
-    return index[0], index[1]
+    first, second = torch.triu_indices(count, count)
+    return first, second
 
 
 @cache
@@ -95,16 +93,14 @@ def places(count: int) -> Tensor:
 
 
 @cache
-def _weights(count: int, diagonal: float, off_diagonal: float, device: torch.device) -> Tensor:
+def weights(
+    count: int, diagonal: float, off_diagonal: float, device: torch.device, axes: int
+) -> Tensor:
+    """`diagonal` on columns e_a^2, `off_diagonal` on others: (columns, ...), `axes` more axes."""
     first, second = pairs(count)
     values = torch.full((len(first),), off_diagonal, dtype=torch.float64)
     values[first == second] = diagonal
-    return values.to(device)
-
-
-def weights(count: int, *, diagonal: float, off_diagonal: float, like: Tensor, axes: int) -> Tensor:
-    """`diagonal` on columns e_a^2, `beside` on others: (columns, ...) with `axes` more axes."""
-    return _weights(count, diagonal, off_diagonal, like.device).view(-1, *[1] * axes)
+    return values.to(device).view(-1, *[1] * axes)
 
 
 def folded(products: Tensor) -> Tensor:
@@ -115,9 +111,7 @@ def folded(products: Tensor) -> Tensor:
     count = len(products)
     first, second = pairs(count)
     both = products[first, second] + products[second, first]
-    return both * weights(
-        count, diagonal=0.5, off_diagonal=0.5**0.5, like=both, axes=products.dim() - 2
-    )
+    return both * weights(count, 0.5, 0.5**0.5, both.device, products.dim() - 2)
 
 
 def add_products(columns: Tensor, first: Tensor, second: Tensor) -> None:
@@ -127,20 +121,16 @@ def add_products(columns: Tensor, first: Tensor, second: Tensor) -> None:
         return
     half_of_first = first * 0.5**0.5
     half_of_second = second * 0.5**0.5
-    start = 0
-    for place in range(len(first)):  # where the columns lie: what is made beside them costs more
-        columns[start].addcmul_(first[place], second[place])
-        beside = columns[start + 1 : start + len(first) - place]
-        beside.addcmul_(first[place + 1 :], half_of_second[place])
-        beside.addcmul_(second[place + 1 :], half_of_first[place])
-        start += len(first) - place
+    # where the columns lie: what is made beside them costs more
+    for place, run in enumerate(columns.split(list(range(len(first), 0, -1)))):
+        run[0].addcmul_(first[place], second[place])
+        run[1:].addcmul_(first[place + 1 :], half_of_second[place])
+        run[1:].addcmul_(second[place + 1 :], half_of_first[place])
 
 
 def matrices(columns: Tensor, count: int) -> Tensor:
     """Return the symmetric M of each entry: (columns, *s) -> (entries, m, m)."""
-    flat = columns.flatten(1) * weights(
-        count, diagonal=1.0, off_diagonal=0.5**0.5, like=columns, axes=1
-    )
+    flat = columns.flatten(1) * weights(count, 1.0, 0.5**0.5, columns.device, 1)
     index = places(count).to(flat.device).expand(flat.shape[1], -1)
     return flat.T.gather(1, index).view(-1, count, count)  # faster than writing both triangles
 
@@ -323,6 +313,6 @@ def reach_of_differences(columns: Tensor, blocks: Sequence[Block]) -> Tensor:
 
 def distances(points: Tensor, p: float) -> Tensor:
     """Return the distances of points (.., k, m) in lp, rounded up: (.., k, k)."""
-    exact = "donot_use_mm_for_euclid_dist"
     flat = points.contiguous()
-    return up(torch.cdist(flat, flat, p=p, compute_mode=exact), points.shape[-1] + 4)
+    exact = torch.cdist(flat, flat, p=p, compute_mode="donot_use_mm_for_euclid_dist")
+    return up(exact, points.shape[-1] + 4)

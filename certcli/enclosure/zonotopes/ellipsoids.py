@@ -186,9 +186,8 @@ def enclosing(parts: Iterable[Part], slack: Tensor) -> Gram:
         _add_outer(gram, columns, norms, length.repeat_interleave(width, 0))
         total = total + norm1(length)
         terms += len(columns)
-    for start in range(0, gram.shape[-1], _STRIP):
-        end = start + _STRIP
-        gram[:, end:, start:end] = gram[:, start:end, end:].mT
+    for end in range(_STRIP, gram.shape[-1], _STRIP):
+        gram[:, end:, end - _STRIP : end] = gram[:, end - _STRIP : end, end:].mT
     result = Gram(gram.mul_(total[:, None, None]), terms + 16)
     if squares is None:
         return result

@@ -308,12 +308,10 @@ def kinked_residual(
 def relu(x: Form) -> Form:
     """max(x, 0): identity or zero at known signs, else the chord and its parallel through 0."""
     low, high = x.interval()
+    if x.node is not None and bool((low <= high).all()):
+        low, high = tightened(x.node, low, high)
     if not bool((low <= high).all()):
         raise Unbounded("ReLU of something without bounds")
-    if x.node is not None:
-        low, high = tightened(x.node, low, high)
-        if not bool((low <= high).all()):
-            raise Unbounded("ReLU of something without bounds")
     slope = torch.where(
         low >= 0, 1.0, torch.where(high <= 0, 0.0, high / (high - low).clamp_min(TINY)).double()
     )
