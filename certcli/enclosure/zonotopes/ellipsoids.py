@@ -12,7 +12,6 @@ from torch import Tensor
 
 from certcli.enclosure.zonotopes.columns import TINY, Block, alike, gamma, lengths, norm1, runs, up
 from certcli.enclosure.zonotopes.form import ONE_BY_ONE, Form, Image, Linear, Unbounded
-from certcli.enclosure.zonotopes.space import Space
 
 _SQUARINGS = 4
 """Of a matrix before its norm is taken: for rank k the bound is at most k^(1/32) times |X|_2."""
@@ -64,7 +63,7 @@ class Gram(NamedTuple):
             """Apply L to the last axis: (fibres, k, d) -> (fibres, k, e)."""
             return fibres(run(t.movedim(1, 0).reshape(-1, *shape))).movedim(0, 1)
 
-        matrix = of_rows(of_rows(self.matrix, image.apply).mT, image.apply)
+        matrix = of_rows(of_rows(self.matrix, image.apply).mT.contiguous(), image.apply)
         sizes = up(of_rows(self.lengths[:, None], image.absolute)[:, 0], image.terms)
         return Gram(matrix, 2 * (self.terms + 2 * image.terms), sizes)
 
@@ -188,9 +187,8 @@ def enclosing(parts: Iterable[Part], slack: Tensor, images: int = 1) -> Gram:
         _add_outer(gram, columns, norms, length.repeat_interleave(width, 0), images)
         total = total + norm1(length)
         terms += len(columns)
-    for start in range(0, gram.shape[-1], _STRIP):
-        end = start + _STRIP
-        gram[:, end:, start:end] = gram[:, start:end, end:].mT
+    for end in range(_STRIP, gram.shape[-1], _STRIP):
+        gram[:, end:, end - _STRIP : end] = gram[:, end - _STRIP : end, end:].mT
     result = Gram(gram.mul_(total[:, None, None]), terms + 16)
     if squares is None:
         return result
@@ -214,13 +212,13 @@ def _add_outer(
     count = len(gram) // images
     for some in [slice(i, None, count) for i in range(count)] if sparse else [slice(None)]:
         for start, norm in zip(range(0, columns.shape[-1], _STRIP), norms, strict=True):
-            strip = columns[:, some, start : start + _STRIP]
             rest = columns[:, some, start:]
             inverse = 1 / lengths[:, some]
             used = norm[:, some].any(1).nonzero()[:, 0]
             if len(used) <= _MOST * len(columns):
-                strip, rest, inverse = strip[used], rest[used], inverse[used]
-            strip = (strip * inverse[..., None]).permute(1, 2, 0)
+                rest = rest.index_select(0, used)
+                inverse = inverse.index_select(0, used)
+            strip = (rest[..., :_STRIP] * inverse[..., None]).permute(1, 2, 0)
             gram[some, start : start + _STRIP, start:].baddbmm_(strip, rest.movedim(0, 1))
 
 
@@ -327,8 +325,7 @@ def grouped(
         places: of R's fibres among those of x; None: they are all.
         of_fibres: as symbols of single fibres.
     """
-    _, groups = _columns_at(x, root, places)
-    block = group_of(x.space, root, groups, of_fibres=of_fibres)
+    block = group_of(x, root, places, of_fibres=of_fibres)
     wider = x.widened(block).sized(x, lambda size: size)
     wider._reach_cache.update(x._reach_cache)
     return filled(wider, block, root, places)
@@ -351,17 +348,13 @@ def _columns_at(x: Form, root: Tensor, places: Tensor | None) -> tuple[Tensor, i
 
 
 def group_of(
-    space: Space, root: Tensor, groups: int | None = None, *, of_fibres: bool = False
+    x: Form, root: Tensor, places: Tensor | None = None, *, of_fibres: bool = False
 ) -> Block:
-    """Return a new block for R f, a group of symbols f for each of the fibres of R.
-
-    Args:
-        groups: of one image; None: R has all fibres of all images.
-    """
-    of_fibres = of_fibres or space.by_fibres
-    count, width, _ = root.shape
-    groups = count // space.images if groups is None else groups
-    return Block.fresh(width if of_fibres else groups * width, width, of_fibres)
+    """Return a new block for R f, a group of symbols f for each of the fibres of R, as `grouped`."""
+    of_fibres = of_fibres or x.space.by_fibres
+    width = root.shape[-1]
+    groups = 1 if of_fibres else _columns_at(x, root, places)[1]
+    return Block.fresh(groups * width, width, of_fibres)
 
 
 def filled(x: Form, block: Block, root: Tensor, places: Tensor | None = None) -> Form:

@@ -168,7 +168,7 @@ class Form:
         columns = [e]
         if self.space.squares:
             first, second = pairs(self.space.ball)
-            weight = weights(self.space.ball, diagonal=1.0, off_diagonal=2**0.5, like=e, axes=0)
+            weight = weights(self.space.ball, 1.0, 2**0.5, e.device, 0)
             columns.append(e[first] * e[second] * weight)
         middle = self.centre + torch.tensordot(torch.cat(columns), self.gens[: self.fixed], dims=1)
         return (truth - middle).abs() - self.box_radius
@@ -287,8 +287,9 @@ class Form:
     @property
     def deviation(self) -> Tensor:
         """Return an upper bound of sum |columns|, no less than sup |x - c|."""
-        parts = lambda: up(self.ball_length + self.square_length + self.box_radius)  # noqa: E731
-        return self.once("deviation", parts)
+        return self.once(
+            "deviation", lambda: up(self.ball_length + self.square_length + self.box_radius)
+        )
 
     def sized(self, like: "Form", bound: Callable[[Tensor], Tensor]) -> "Form":
         """Return this form; where the size of `like` is known, with the bound of its own from that."""

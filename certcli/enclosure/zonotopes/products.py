@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from certcli.enclosure.zonotopes.backward import BACK, Node
-from certcli.enclosure.zonotopes.columns import Blocks, Term, folded, gamma, summed, up
+from certcli.enclosure.zonotopes.columns import (
+    Blocks,
+    Term,
+    add_products,
+    folded,
+    gamma,
+    summed,
+    up,
+)
 from certcli.enclosure.zonotopes.ellipsoids import (
     Gram,
     as_fibre,
@@ -107,7 +115,9 @@ def up_to_rest(
         linear = torch.addcmul(linear, w.slack, u.abs())
         size = torch.addcmul(size, w.size, u.abs())
     gens, blocks = summed(terms_of, tuple(centre.shape), x.fixed, fresh)
-    if space.squares:
+    if space.squares and contract is TIMES:
+        add_products(gens[space.ball : x.fixed], *torch.broadcast_tensors(x.ball, y.ball))
+    elif space.squares:
         gens[space.ball : x.fixed] += folded(contract(x.ball[:, None], y.ball[None]))
     slack = up(linear + gamma(2 * terms + 10) * size, terms + 10)
     form = Form(space, centre, gens, slack, blocks)
@@ -128,7 +138,7 @@ def scaled(x: Form, y: Form, beside: tuple[Form, Tensor] | None = None) -> Form:
     by_rest = fibres(y.radius[None])[0]
     parts = [*scaled_parts(ball_parts(x), by_ball), rest_gram(x).scaled(by_rest)]
     spread = root(parts, torch.zeros_like(fibres(x.slack[None])[0]))
-    block = group_of(x.space, spread)
+    block = group_of(x, spread)
     if x.node is None:
         return filled(up_to_rest(x, y, TIMES, 1, (block,), beside), block, spread)
     # <|w|, this> is above what rounding moves |R^T w|_2 by
@@ -173,7 +183,7 @@ def matrix_product(x: Form, y: Form, contract: Bilinear, *, keyed: bool) -> Form
         of_matrix_products(rest_gram(first), other, shape),
     ]
     ellipsoid = root(parts, x.slack.new_zeros(images, shape[0] * rows * columns))
-    block = group_of(x.space, ellipsoid)
+    block = group_of(x, ellipsoid)
     return filled(up_to_rest(x, y, contract, inner, (block,)), block, ellipsoid)
 
 
