@@ -334,15 +334,23 @@ class OneImage(nn.Module):
         return self.linear(x.reshape(1, 16))
 
 
-@pytest.mark.parametrize("name", ["lipschitz", "zonotope"])
-def test_a_network_of_one_image_is_refused_a_batch(name: str) -> None:
-    model = (
-        PixelModel(InputSpec(WIDE, (0.5,), (0.5,)), OneImage())
-        .double()
-        .eval()
-        .requires_grad_(False)
-    )
-    certifier = CERTIFIERS[name](model)
+def one_image() -> PixelModel:
+    spec = InputSpec(WIDE, (0.5,), (0.5,))
+    return PixelModel(spec, OneImage()).double().eval().requires_grad_(False)
+
+
+def test_a_network_of_one_image_has_local_certificates_whatever_the_batch() -> None:
+    """It is run, and walked, for each image alone."""
+    model = one_image()
+    pixels = torch.rand(3, *WIDE)
+    tops = [int(model(x.double()).argmax(1)) for x in pixels.split(1)]
+    certifier = LocalCertifier(model, WIDE, Local("zonotope", at=[1e-3]))
+    assert certifier.at_once > 1
+    assert {row.radius > 1e-3 for row in certifier.batch(range(3), pixels, tops)} == {True}
+
+
+def test_a_network_of_one_image_is_refused_a_batch() -> None:
+    certifier = CERTIFIERS["lipschitz"](one_image())
     assert len(found(certifier, torch.rand(1, *WIDE))) == 1
     with pytest.raises(NoBoundError, match="does not take 2 images"):
         certifier.batch([0, 1], torch.rand(2, *WIDE), [0, 0])
