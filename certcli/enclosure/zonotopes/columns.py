@@ -39,7 +39,7 @@ def up(x: Tensor, terms: int = 0) -> Tensor:
 
 
 Reach = tuple[Tensor, Tensor]
-"""(fall, rise), (m,) each, from 0 to 1: -fall <= e <= rise entry by entry."""
+"""(fall, rise), (m,) or (m, images) each, from 0 to 1: -fall <= e <= rise entry by entry."""
 
 
 def norm1(x: Tensor, reach: Reach | None = None) -> Tensor:
@@ -59,7 +59,7 @@ def norm2(x: Tensor, reach: Reach | None = None) -> Tensor:
 
 def reached(x: Tensor, reach: Reach) -> Tensor:
     """Return y, x.e <= y.e for all e of a reach of 0 or 1: what cannot help is left out."""
-    fall, rise = (part.view(-1, *[1] * (x.dim() - 1)) for part in reach)
+    fall, rise = (part[(...,) + (None,) * (x.dim() - part.dim())] for part in reach)
     return torch.where(x > 0, x * rise, x * fall)
 
 

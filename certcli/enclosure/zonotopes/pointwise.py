@@ -371,8 +371,10 @@ def activation(f: Curve, x: Form, low: Tensor | None = None, high: Tensor | None
     together.view(-1, x.shape[-1])[places] = True
     first, second = _factors(x, places)
     root = of_products(first, second, fibres(bent.curve[None])[0, places])
-    of_fibres = len(x.shape) == 3 and x.shape[1] > 1 == x.shape[0] and x.centre.numel() <= _APART
-    block = group_of(x.space, root, of_fibres=of_fibres)
+    images = x.space.images
+    of_fibres = len(x.shape) == 3 and x.shape[0] == images and x.shape[1] > 1
+    of_fibres = of_fibres and x.centre.numel() <= _APART * images
+    block = group_of(x, root, places, of_fibres=of_fibres)
     form = apply_fit(x, either(together, bent, fit), together, (block,))
     return filled(form, block, root, places)
 
@@ -381,9 +383,10 @@ def joint_activation(
     f: Curve, x: Form, low: Tensor | None = None, high: Tensor | None = None
 ) -> Form:
     """f(x) with errors of second order in one ellipsoid over all entries, where it is small enough."""
-    if x.node is not None or x.space.by_fibres or not may_join(x.shape):
+    images = x.space.images
+    if x.node is not None or x.space.by_fibres or not may_join(x.shape, images=images):
         return apply(f, x, low, high)
-    bounds_of_all = (None if bound is None else bound.reshape(1, -1) for bound in (low, high))
+    bounds_of_all = (None if bound is None else bound.reshape(images, -1) for bound in (low, high))
     form = activation(f, as_fibre(x), *bounds_of_all)
     return form.linear(lambda t: t.reshape(len(t), *x.shape))
 

@@ -256,6 +256,7 @@ def constant_form(constant: Tensor, like: Any) -> Form:
     """Return a constant as a form of the walk that `like` is of."""
     if not isinstance(like, Form):
         raise NoRule("attention over something constant")
+    constant = constant.expand(like.space.images * len(constant), *constant.shape[1:])
 
     def nothing(t: Tensor) -> Tensor:
         return t.new_zeros(len(t), *constant.shape)
