@@ -316,8 +316,8 @@ class SmoothingCertifier(Certifier):
         while start < len(rows):
             rest = len(rows) - start
             # of the last batches powers of two, since each size is looked at once
-            most = self._rows_at_once(pixels)
-            size = most if rest >= most else 1 << rest.bit_length() - 1
+            largest = self._rows_at_once(pixels)
+            size = largest if rest >= largest else 1 << rest.bit_length() - 1
             part = rows[start : start + size]
             which = [image for image, _ in part]
             samples = [sample for _, sample in part]
