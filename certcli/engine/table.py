@@ -53,13 +53,14 @@ def _functions_of(owner: Any) -> Names:
     same = len(before) == len(content) and all(map(operator.is_, before, content))
     if same and all(function.__code__ is code for function, code in coded):
         return names
-    _SEEN[owner] = content, [], {}
-    _, coded, names = _SEEN[owner]
+    names = {}
+    coded = []
     for name, value in vars(owner).items():
         inner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
         if callable(inner):
             names[name] = value, getattr(inner, "__code__", None)
             coded += [(inner, code) for code in names[name][1:] if code is not None]
+    _SEEN[owner] = content, coded, names
     return names
 
 
