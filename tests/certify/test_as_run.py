@@ -36,6 +36,7 @@ from certcli.system.errors import (
 )
 from check.documents import read_text
 from tests.helpers.grids import crossed
+from tests.helpers.lipschitz_cases import f
 
 SIZE = (1, 2, 2)
 
@@ -325,19 +326,13 @@ def test_an_image_is_right_whose_top_class_is_its_label() -> None:
     assert right_of(model, images, labels=labels + 1)[0] is False
 
 
-class OneImage(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x.reshape(1, 16))
-
-
 @pytest.mark.parametrize("name", ["lipschitz", "zonotope"])
 def test_a_network_of_one_image_is_refused_a_batch(name: str) -> None:
     model = (
-        PixelModel(InputSpec(WIDE, (0.5,), (0.5,)), OneImage())
+        PixelModel(
+            InputSpec(WIDE, (0.5,), (0.5,)),
+            f(lambda m, x: m.parts[0](x.reshape(1, 16)), nn.Linear(16, 3)),
+        )
         .double()
         .eval()
         .requires_grad_(False)

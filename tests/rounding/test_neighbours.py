@@ -55,7 +55,7 @@ from tests.helpers.executions import (
     require_within,
 )
 from tests.helpers.grids import EVERY, crossed
-from tests.helpers.lipschitz_cases import build_row
+from tests.helpers.lipschitz_cases import build_row, f
 from tests.helpers.slopes import IMAGE
 
 EXECUTED = [name for name in get_args(Arithmetic) if name != REAL]
@@ -420,15 +420,13 @@ def test_what_an_attack_finds_is_judged_by_the_network_in_the_arithmetic_of_the_
 
 
 def test_a_constant_that_the_network_computes_is_refused_by_name() -> None:
-    class Computing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shift, self.head = nn.Parameter(torch.randn(36)), nn.Linear(36, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(x.flatten(1) + self.shift.erf())
-
-    model = network(Computing)
+    model = network(
+        lambda: f(
+            lambda m, x: m.parts[0](x.flatten(1) + m.shift.erf()),
+            nn.Linear(36, 3),
+            shift=torch.randn(36),
+        )
+    )
     with pytest.raises(NoRule, match="a constant that the network computes"):
         NeighbourErrors(model, SIZE, PRECISIONS["float32"])
     bound = prove_network(model, 3)
