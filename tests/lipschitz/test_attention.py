@@ -47,7 +47,7 @@ def test_positive_position_biases_exceed_the_constant_without_positions() -> Non
     mask = 10 * (1 - torch.eye(2, dtype=torch.float64))[None]
     attention = _two_tokens("l2-attention", query=torch.eye(2))
     # tokens in [-4, 4]^2, from pixels in [0, 1], and constants added to their scores
-    net = f(lambda m, x: attention(8.0 * (x - 0.5), mask=mask), attention).eval()
+    net = f(lambda m, x: m.parts[0](8.0 * (x - 0.5), mask=mask), attention).eval()
     root = 2**0.25  # z = q / dh^(1/4)
     tokens = (
         root
