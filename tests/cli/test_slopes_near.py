@@ -11,7 +11,7 @@ from torch import nn
 
 import certvit as api
 from certcli.certify.around import Around, AroundImages, NearImage
-from tests.enclosure.test_branching import require_withstood
+from tests.enclosure.test_zonotope_networks import require_withstood
 from tests.helpers.commands import attempt, certvit, document
 from tests.helpers.workshop import Workshop
 
