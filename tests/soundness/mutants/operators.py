@@ -33,7 +33,7 @@ SMALLER = {
 TURNED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
 EXTREMES = {
     "max": "min", "min": "max", "amax": "amin", "amin": "amax", "maximum": "minimum", "minimum": "maximum",
-    "sum": "max", "real_sum": "max", "any": "all", "all": "any",
+    "sum": "max", "any": "all", "all": "any",
 }  # fmt: skip
 NORMS = ("norm", "sigma", "length", "norm1", "norm2", "fibres", "root_up", "bound", "radius")
 LAYOUT = ("dim", "keepdim", "device", "strict", "hint", "path", "name", "why")
