@@ -150,17 +150,9 @@ _LENGTH = 1e-6
 CURVED = (nn.GELU, nn.SiLU, nn.Mish, nn.ReLU, nn.Tanh, nn.Sigmoid)
 
 
-@dataclass(frozen=True)
-class NonlinearInput:
-    """The input of one nonlinear place for both halves of a batch: (2 b, ..., d).
-
-    Attributes:
-        spread: what a norm divides by.
-    """
-
-    place: str
-    values: Tensor
-    spread: Spread
+Reading = tuple[str, Tensor, Spread]
+"""Of a nonlinear place: its kind, its input for both halves of a batch (2 b, ..., d), and what a norm
+divides by."""
 
 
 class EnclosurePenalty:
@@ -197,23 +189,23 @@ class EnclosurePenalty:
         self.model.train(was_training)
         pixels = images[0].numel()
         total = torch.zeros((), device=images.device)
-        for reading in readings:
-            total = total + self.weights[reading.place] * _squared_slopes(reading, pixels).mean()
+        for place, values, spread in readings:
+            slopes = _squared_slopes(place, values, spread, pixels)
+            total = total + self.weights[place] * slopes.mean()
         return total
 
 
-def _squared_slopes(reading: NonlinearInput, pixels: int) -> Tensor:
+def _squared_slopes(place: str, values: Tensor, spread: Spread, pixels: int) -> Tensor:
     """Return n (A e)^2 of each entry; of a norm's input relative to the token's length."""
-    values = reading.values
-    if reading.place != "activation":
+    if place != "activation":
         values = values - values.mean(-1, keepdim=True)
     before, after = values.chunk(2)
     squares = (after - before).square() * (pixels / STEP**2)
-    if reading.place != "norm":
+    if place != "norm":
         return squares
     width = before.shape[-1]
-    length = before.square().sum(-1) + reading.spread.eps * width
-    return squares.sum(-1) / (length.clamp_min(reading.spread.min_variance * width) + _LENGTH)
+    length = before.square().sum(-1) + spread.eps * width
+    return squares.sum(-1) / (length.clamp_min(spread.min_variance * width) + _LENGTH)
 
 
 def _nonlinear_places(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -227,9 +219,9 @@ def _nonlinear_places(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 @contextmanager
-def _recorded(model: nn.Module) -> Iterator[list[NonlinearInput]]:
+def _recorded(model: nn.Module) -> Iterator[list[Reading]]:
     """Record the input of every nonlinear place of the forward passes inside the block."""
-    readings: list[NonlinearInput] = []
+    readings: list[Reading] = []
     with ExitStack() as hooks:
         for place, module in _nonlinear_places(model):
             if place == "softmax":
@@ -241,13 +233,13 @@ def _recorded(model: nn.Module) -> Iterator[list[NonlinearInput]]:
         yield readings
 
 
-def _read_input(readings: list[NonlinearInput], place: str, module: Any, arguments: Any) -> None:
+def _read_input(readings: list[Reading], place: str, module: Any, arguments: Any) -> None:
     spread = spread_of(module) if place == "norm" else NO_SPREAD
-    readings.append(NonlinearInput(place, arguments[0], spread))
+    readings.append((place, arguments[0], spread))
 
 
 def _read_scores(
-    readings: list[NonlinearInput], attention: Any, _qkv: Any, _arguments: Any, output: Tensor
+    readings: list[Reading], attention: Any, _qkv: Any, _arguments: Any, output: Tensor
 ) -> None:
     """Read what softmax is taken of from the output of timm's `qkv`: (b, n, 3 d) -> (b, h, n,
     n)."""
@@ -259,4 +251,4 @@ def _read_scores(
         query = attention.q_norm(query)
         key = attention.k_norm(key)
     scores = attention.scale * query @ key.transpose(-1, -2)
-    readings.append(NonlinearInput("softmax", scores, NO_SPREAD))
+    readings.append(("softmax", scores, NO_SPREAD))
