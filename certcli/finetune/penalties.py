@@ -60,9 +60,9 @@ class SpectralPenalty:
     """sum over layers and heads of l_q sigma(W_q)^2 + l_k sigma(W_k)^2 + l_v sigma(W_v)^2 -> (),
     with gradient.
 
-    Norms are estimated by power iteration, one step a call from the vectors of the call before, all
-    matrices of one shape at once. In a tied L2 attention W_q is the query map, and the rows of
-    `proj` are the value map; it has no key map.
+    Norms are estimated by power iteration, one step a call from the vectors of the call before. In a
+    tied L2 attention W_q is the query map, and the rows of `proj` are the value map; it has no key
+    map.
     Source: Hu et al. 2024 (SpecFormer), equations 11 to 13.
 
     Args:
@@ -78,31 +78,24 @@ class SpectralPenalty:
     def __init__(self, net: nn.Module, weights: tuple[float, float, float]) -> None:
         self.strengths = dict(zip(KINDS, weights, strict=True))
         self.vectors: dict[str, Tensor] = {}
-        maps = list(attention_maps(net))
+        self.maps = list(attention_maps(net))
         raise_if(
-            not maps,
+            not self.maps,
             ArchitectureError,
             "there is no attention whose query, key and value maps could be penalised",
             "drop --msvp",
         )
-        self._alike: dict[tuple[int, ...], list[AttentionMap]] = {}
-        for each in maps:
-            if self.strengths[each.kind] > 0:
-                with torch.no_grad():
-                    shape = tuple(each.blocks().shape[1:])
-                self._alike.setdefault(shape, []).append(each)
 
     def __call__(self) -> Tensor:
         """Return the penalty, in float32 also under autocast."""
-        total = torch.zeros(())
-        for (rows, columns), members in self._alike.items():
-            device = members[0].weight.device
-            with torch.autocast(device.type, enabled=False):
-                blocks = torch.cat([each.blocks() for each in members])
-                norms = estimated_block_norms(blocks, self.vectors, f"{rows}x{columns}")
-                factors = [self.strengths[each.kind] for each in members for _ in range(each.heads)]
-                squares = torch.tensor(factors, device=device) * norms.square()
-                total = total.to(device) + squares.sum()
+        device = self.maps[0].weight.device
+        total = torch.zeros((), device=device)
+        with torch.autocast(device.type, enabled=False):
+            for number, each in enumerate(self.maps):
+                strength = self.strengths[each.kind]
+                if strength > 0:
+                    norms = estimated_block_norms(each.blocks(), self.vectors, str(number))
+                    total = total + strength * norms.square().sum()
         return total
 
 
