@@ -18,8 +18,7 @@ from torch import Tensor, nn
 import certvit
 import certvit.testing
 from certcli import api, testing
-from certcli.api import networks
-from certcli.api.arguments import in_python
+from certcli.api import arguments, networks
 from certcli.checkpoint.file import Checkpoint
 from certcli.images import datasets
 from certcli.system.errors import (
@@ -282,8 +281,8 @@ def test_errors_speak_python(certified: Checkpoint, name: str) -> None:
     ],
 )
 def test_options_become_arguments(text: str, expected: str) -> None:
-    assert in_python(text) == expected
-    assert in_python(expected) == expected
+    assert arguments.in_python(text) == expected
+    assert arguments.in_python(expected) == expected
 
 
 def test_results_show_themselves_in_a_line_and_a_table(certified: Checkpoint) -> None:

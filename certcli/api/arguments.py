@@ -15,14 +15,11 @@ from msgspec import Meta
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from certcli.checkpoint import file
-from certcli.checkpoint.record import LARGEST_SIDE
+from certcli.checkpoint import file, record
 from certcli.evaluation.image_records import Certificate
 from certcli.evaluation.threat import Patch, Threat, parse_radius
-from certcli.system import errors, registry
+from certcli.system import errors, options, registry
 from certcli.system.errors import UsageError
-from certcli.system.options import choices
-from certcli.system.registry import one_of
 
 _WORDS = re.compile(
     r"certvit [a-z]+\b[^,;()]*|(?<![\w=])'[^']*'(?!\w)"
@@ -231,7 +228,7 @@ def one_radius(value: Any) -> float:
 def read_choice(name: str, value: Any, names: Sequence[str]) -> str:
     """Return one of these names; UsageError says the nearest."""
     if word(name, value) not in names:
-        raise UsageError(f"unknown {name} {shown_value(value)}", one_of(value, names))
+        raise UsageError(f"unknown {name} {shown_value(value)}", registry.one_of(value, names))
     return str(value)
 
 
@@ -271,7 +268,7 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
     "as_stated": answer,
     "weights": word,
     "features": answer,
-    "image_size": whole_number(1, LARGEST_SIDE),
+    "image_size": whole_number(1, record.LARGEST_SIDE),
     "checkpoint": Reader((file.Checkpoint,), "a result of load is needed"),
     "path": path,
     "force": answer,
@@ -345,7 +342,7 @@ def _field_value(name: str, value: Any, hint: Any) -> Any:
         plain = _read_quotients(name, plain)
     if isinstance(plain, str) and ("tuple" in str(hint) or "list" in str(hint)):
         plain = [plain]
-    if isinstance(plain, str) and (names := choices(hint)):
+    if isinstance(plain, str) and (names := options.choices(hint)):
         return read_choice(name, plain, names)
     try:
         return msgspec.convert(plain, hint)

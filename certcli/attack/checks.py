@@ -91,16 +91,9 @@ CHECKS = {
 }
 
 
-@dataclass(frozen=True)
-class First:
-    """The first pass of an ascent: logits (b, k), and the slope of the log odds (b, c, h, w).
-
-    Attributes:
-        slope: None where no gradient leads from the logits to the pixels.
-    """
-
-    logits: Tensor
-    slope: Tensor | None
+First = tuple[Tensor, Tensor | None]
+"""The first pass of an ascent: logits (b, k), and the slope of the log odds (b, c, h, w); None where
+no gradient leads from the logits to the pixels."""
 
 
 def first_pass(model: nn.Module, images: Tensor, labels: Tensor, *, seed: int = 0) -> First:
@@ -112,20 +105,21 @@ def first_pass(model: nn.Module, images: Tensor, labels: Tensor, *, seed: int = 
         slope = (
             torch.autograd.grad(loss, point, allow_unused=True)[0] if loss.requires_grad else None
         )
-    return First(logits.detach(), slope)
+    return logits.detach(), slope
 
 
 def inspect_model(
     model: nn.Module, images: Tensor, labels: Tensor, first: First, *, seed: int = 0
 ) -> tuple[Flag, ...]:
     """Flag probabilities, zero gradients and randomness on one batch (b, c, h, w), (b,)."""
+    logits, slope = first
     # from another seed than the first pass, or a random net would draw the same twice
     with watched_model.undisturbed(model, images, seed + 1), torch.no_grad():
         repeated = model(images)
     return (
-        _probabilities(first.logits),
-        _zero_gradients(first.slope, first.logits.argmax(dim=1) == labels.to(images.device)),
-        _randomness(first.logits, repeated),
+        _probabilities(logits),
+        _zero_gradients(slope, logits.argmax(dim=1) == labels.to(images.device)),
+        _randomness(logits, repeated),
     )
 
 
@@ -243,14 +237,15 @@ def _weak(model: nn.Module, attacked: Attacked, first: First, settings: AttackSe
     images = attacked.images
     region = attacked.region
     exactly = settings.pixels == "8bit"
-    slope = torch.zeros_like(images) if first.slope is None else first.slope
+    logits, gradient = first
+    slope = torch.zeros_like(images) if gradient is None else gradient
     point = images + perturbation.per_image(region.radii(images), images) * region.steepest(slope)
     if exactly:
         images = judge.rounded_to_8bit(images)
         point = judge.nearest_within(point, images, region)
-    prediction = first.logits.argmax(dim=1)
+    classes = logits.argmax(dim=1)
     verdict = judge.judge_points(
-        model, images, attacked.labels, point, region, prediction=prediction, exactly=exactly
+        model, images, attacked.labels, point, region, prediction=classes, exactly=exactly
     )
     after = sum(record.withstood for record in attacked.records)
     return weak_iteration(int(verdict.robust.sum()), after, len(images))

@@ -16,8 +16,7 @@ from certcli.evaluation.threat import (
     radius_key,
     rounded_up,
 )
-from certcli.images.datasets import PHOTOGRAPHS
-from certcli.images.labelled import OWN
+from certcli.images import datasets, labelled
 from certcli.report.document import CertifiedShares
 from certcli.report.shares import DENOISER, nearest_published, published_sentence
 
@@ -140,7 +139,7 @@ def _none(shares: CertifiedShares, radius: float) -> str:
     if right == 0:
         return f"Correct images among those tried: {_none_of(shares.clean.images, 'images')}."
     source = "By it" if shares.method == "lipschitz" else "Image by image"
-    noun = "images tried" if shares.dataset.split == OWN else "correct images tried"
+    noun = "images tried" if shares.dataset.split == labelled.OWN else "correct images tried"
     return f"{source}, {_none_of(right, noun)} is certified at {proven_radius(radius)}."
 
 
@@ -290,7 +289,7 @@ def _basis_clause(findings: AuditFindings) -> str:
     if not findings.own or findings.dataset is None or findings.clean is None:
         return ""
     which = number_of(findings.dataset.images)
-    if findings.dataset.name == PHOTOGRAPHS:
+    if findings.dataset.name == datasets.PHOTOGRAPHS:
         which = f"{findings.dataset.images} photographs that come with certvit"
     return f"A first answer, about the network's own answers on {which}: "
 

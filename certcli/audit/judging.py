@@ -13,8 +13,7 @@ import torch
 
 from certcli.audit import gates, schedule
 from certcli.certify.certificate import Certifier, certified_accuracy
-from certcli.evaluation import intervals, record_lines, records
-from certcli.evaluation.image_records import Certificate, PatchCertificate
+from certcli.evaluation import image_records, intervals, record_lines, records
 from certcli.evaluation.threat import Threat, power_of_ten, rounded_up
 from certcli.images.labelled import Images, sent
 from certcli.lipschitz import bound, estimate
@@ -311,7 +310,7 @@ class Certifying(schedule.Stage):
             for threat in self.threats
         }
 
-    def judge(self, positions: list[int]) -> list[Certificate]:
+    def judge(self, positions: list[int]) -> list[image_records.Certificate]:
         if self.certifier is None:
             self.certifier = self.make()
         indices = self.images.indices[positions].tolist()
@@ -322,10 +321,10 @@ class Certifying(schedule.Stage):
     def pack(piece: Any) -> Any:
         return records.packed(piece)
 
-    def unpack(self, plain: Any) -> list[Certificate]:
+    def unpack(self, plain: Any) -> list[image_records.Certificate]:
         # a process without images has made no certifier
         return records.unpacked(
-            PatchCertificate if self.name == "patch" else Certificate,
+            image_records.PatchCertificate if self.name == "patch" else image_records.Certificate,
             plain,
         )
 

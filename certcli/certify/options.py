@@ -315,26 +315,26 @@ class Smoothing(CertifierOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.sigma <= LARGEST_SIGMA:
-            raise UsageError(
-                f"--sigma {self.sigma:g} is not a number above 0, and at most {LARGEST_SIGMA:g}",
-                "--sigma 0.25",
-            )
-        if not 0 < self.alpha < 1:
-            raise UsageError(f"--alpha {self.alpha:g} is not between 0 and 1", "--alpha 0.001")
-        if min(self.n0, self.samples) < 1 or max(self.n0, self.samples) > MOST_DRAWS:
-            raise UsageError(
-                f"--n0 and --samples must be between 1 and {MOST_DRAWS:,}",
-                "--n0 100 --samples 1000",
-            )
-        if self.enough is not None and not 0 <= self.enough < math.inf:
-            raise UsageError(
-                f"--enough {self.enough:g} is not a finite radius >= 0", "--enough 0.25"
-            )
-        if self.decide and self.enough is None:
-            raise UsageError("--decide needs a radius to decide about", "--enough 0.25")
-        if not 0 <= self.seed < 1 << 64:
-            raise UsageError(f"--seed {self.seed} is not between 0 and 2^64", "--seed 0")
+        draws = min(self.n0, self.samples) >= 1 and max(self.n0, self.samples) <= MOST_DRAWS
+        enough = self.enough is None or 0 <= self.enough < math.inf
+        for value, good, hint in (
+            (
+                f"--sigma {self.sigma:g}",
+                0 < self.sigma <= LARGEST_SIGMA,
+                f"above 0, at most {LARGEST_SIGMA:g}",
+            ),
+            (f"--alpha {self.alpha:g}", 0 < self.alpha < 1, "between 0 and 1, as 0.001"),
+            (f"--n0 {self.n0} --samples {self.samples}", draws, f"each from 1 to {MOST_DRAWS:,}"),
+            (f"--enough {self.enough}", enough, "a finite radius >= 0, as 0.25"),
+            (
+                "--decide without a radius",
+                not self.decide or self.enough is not None,
+                "--enough 0.25",
+            ),
+            (f"--seed {self.seed}", 0 <= self.seed < 1 << 64, "from 0 to 2^64"),
+        ):
+            if not good:
+                raise UsageError(f"{value} is not possible", hint)
 
     def require_reach(self) -> None:
         """Raise UsageError unless these draws can certify a radius, and one beyond `enough`."""

@@ -5,11 +5,12 @@ import errno
 import faulthandler
 import logging
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from inspect import getdoc
 from typing import Any
@@ -22,14 +23,31 @@ from certcli.cli.shared import inputs, output, streams
 from certcli.cli.shared.command import EVERYTHING
 from certcli.system import errors, memory, processes, reading
 
+NARROWEST = 60
+"""Characters a line that panels need; narrower, `--help` is plain lines, which break no option's
+name."""
 WORDS = "certvit.words"
 """Key in the context of the typed words of a command."""
 ONCE = {"sigma": "run them one by one: each sigma smooths another network"}
 """Options of one value that may be meant to take several -> what to do instead."""
 
 
+_columns = shutil.get_terminal_size().columns
+
+
+class _Context(typer.Context):
+    """Leaves words room in a narrow `--help`: long options stand on lines of their own."""
+
+    def make_formatter(self) -> Any:
+        formatter = super().make_formatter()
+        formatter.write_dl = partial(formatter.write_dl, col_max=16)  # type: ignore[method-assign]
+        return formatter
+
+
 class _Untyped:
     """Makes `--help` name no Python type beside arguments and flags."""
+
+    context_class: Any = _Context
 
     def get_params(self, context: Any) -> list[Any]:
         parameters: list[Any] = super().get_params(context)  # type: ignore[misc]
@@ -173,10 +191,13 @@ def program(words: Sequence[str] = ()) -> typer.Typer:
     app = typer.Typer(
         name="certvit",
         cls=_Group,
-        rich_markup_mode="rich",
+        rich_markup_mode="rich" if _columns >= NARROWEST else None,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={
+            "help_option_names": ["-h", "--help"],
+            "terminal_width": max(_columns, 40) if _columns < NARROWEST else None,
+        },
     )
     for name in words[:1] if words and words[0] in NAMES else NAMES:
         command = COMMANDS[name]

@@ -17,7 +17,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +34,7 @@ from certcli.constrain.layers import (
     sampled,
     visiting,
 )
+from certcli.lipschitz.numerics.convolution import Geometry
 from certcli.system.errors import UsageError, raise_if
 
 
@@ -43,7 +43,7 @@ class GramSums:
     """The sum of one pass for one layer, X X^T (in, in) in float64."""
 
     gram: Tensor
-    conv: dict[str, Any] | None
+    conv: Geometry | None
     tokens: int = 0
 
     def add(self, columns: Tensor) -> None:
@@ -77,7 +77,7 @@ class LayerStatistics:
     shape: tuple[int, ...]
     dtype: torch.dtype
     held_out: Tensor | None = None
-    conv: Mapping[str, Any] | None = None
+    conv: Geometry | None = None
     tokens: int = 0
 
     @cached_property
@@ -117,7 +117,7 @@ class LayerStatistics:
     @property
     def overlapping(self) -> bool:
         """Return whether this is a convolution whose windows share pixels."""
-        return self.conv is not None and tuple(self.conv["stride"]) != tuple(self.shape[2:])
+        return self.conv is not None and tuple(self.conv.stride) != tuple(self.shape[2:])
 
     def widened(self) -> "LayerStatistics":
         """Return a copy with the weight in float64; before, it shares the parameter's memory."""

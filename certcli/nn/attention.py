@@ -6,7 +6,8 @@ replacement would drop is refused by name.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import torch
@@ -79,8 +80,7 @@ class AttentionWeights:
         query, key, value: (heads * head_dim, width); their biases (heads * head_dim,) or None.
         proj_weight: (out, heads * head_dim).
         position_bias: (heads, n, n) for windows of n tokens, else None.
-        gate, gate_weight, gate_bias: (heads,), (heads, 3) and (heads,) of ConViT's positional map,
-            else None.
+        gate: ConViT's gate and positional map, by their names.
     """
 
     query: Tensor
@@ -95,9 +95,7 @@ class AttentionWeights:
     num_heads: int
     head_dim: int
     position_bias: Tensor | None = None
-    gate: Tensor | None = None
-    gate_weight: Tensor | None = None
-    gate_bias: Tensor | None = None
+    gate: Mapping[str, Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(old: nn.Module) -> "AttentionWeights":
@@ -126,11 +124,8 @@ class AttentionWeights:
         if type(attention) is WindowAttention:
             weights.position_bias = attention._get_rel_pos_bias()[0].detach()
         if type(attention) is GPSA:
-            weights.gate = attention.gating_param.detach()
-            weights.gate_weight, weights.gate_bias = (
-                attention.pos_proj.weight.detach(),
-                attention.pos_proj.bias.detach(),
-            )
+            names = ("gating_param", "pos_proj.weight", "pos_proj.bias")
+            weights.gate = {name: attention.get_parameter(name).detach() for name in names}
         return weights
 
     def head(self, tensor: Tensor, number: int) -> Tensor:
@@ -308,12 +303,8 @@ class LipschitzAttention(AttentionReplacement):
             pairs = weights.position_bias.permute(1, 2, 0).reshape(-1, self.num_heads)
             table = self.relative_position_bias_table.data
             table[self.relative_position_index.view(-1)] = pairs.to(table)
-        if self.gated and weights.gate is not None:
-            assert weights.gate_weight is not None
-            assert weights.gate_bias is not None
-            self.gating_param.data.copy_(weights.gate)
-            self.pos_proj.weight.data.copy_(weights.gate_weight)
-            self.pos_proj.bias.data.copy_(weights.gate_bias)
+        for name, value in weights.gate.items() if self.gated else ():
+            self.get_parameter(name).data.copy_(value)
 
 
 def copy_linear(layer: nn.Linear | nn.Conv1d, weight: Tensor, bias: Tensor | None) -> None:

@@ -5,9 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from certcli.evaluation import record_lines
-from certcli.evaluation.intervals import number_of
-from certcli.evaluation.threat import rounded_down, rounded_up
+from certcli.evaluation import intervals, record_lines, threat
 from certcli.images.labelled import OWN
 from certcli.report import document, machine, page
 from certcli.report.shares import (
@@ -70,7 +68,7 @@ def page_of(audit: document.Audit, pictures: Pictures) -> dict[str, Any]:
     images = (
         "no images"
         if dataset is None
-        else f"up to {number_of(dataset.images)} of {dataset.name} ({dataset.split})"
+        else f"up to {intervals.number_of(dataset.images)} of {dataset.name} ({dataset.split})"
     )
     return {
         "title": f"Audit of {network.name}",
@@ -189,11 +187,11 @@ def _tables(audit: document.Audit) -> Iterator[page.Table]:
     facts = [] if audit.bound is None else [f"Lipschitz bound {audit.bound.upper_text} (proven)"]
     if audit.slope is not None:
         facts.append(
-            f"slope {rounded_down(audit.slope.lower, 4)} found (measured, images tried: {audit.slope.images})"
+            f"slope {threat.rounded_down(audit.slope.lower, 4)} found (measured, images tried: {audit.slope.images})"
         )
     if audit.attention_weight is not None:
         facts.append(
-            f"largest weight of attention in a residual sum {rounded_up(audit.attention_weight, 2)} (measured)"
+            f"largest weight of attention in a residual sum {threat.rounded_up(audit.attention_weight, 2)} (measured)"
         )
     yield page.Table(
         "What was found",

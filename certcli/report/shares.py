@@ -228,7 +228,8 @@ def published() -> list[Published]:
 
 def published_sentence(network: Published) -> str:
     """Return the figures of a published network."""
-    attack, noisy = network["fooled"], network["smoothed"]
+    attack = network["fooled"]
+    noisy = network["smoothed"]
     return (
         f"{network['name']} on {network['images']}: {attack['hits']} of {attack['images']} correct images "
         f"fooled at l2 {attacked_radius(attack['radius'])}, global bound "

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import certvit
 import certvit.testing
@@ -54,17 +54,6 @@ class Numbered:
         return x[index], int(y[index])
 
 
-class Described(Dataset):
-    def __len__(self) -> int:
-        return COUNT
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.int64]:
-        x, y = images()
-        if index >= COUNT:
-            raise IndexError(index)
-        return x[index].numpy(), np.int64(y[index])
-
-
 def generated() -> Iterator[tuple[Tensor, Tensor]]:
     x, y = images()
     yield x[:4], y[:4]
@@ -82,7 +71,6 @@ FORMS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "pair of arrays": lambda: (tuple(part.numpy() for part in images()), None),
     "DataLoader": lambda: (DataLoader(TensorDataset(*images()), batch_size=4), None),
     "TensorDataset": lambda: (TensorDataset(*images()), None),
-    "Dataset": lambda: (Described(), None),
     "numbered items": lambda: (Numbered(), None),
     "list of batches": lambda: (list(generated()), None),
     "generator": lambda: (generated(), None),

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from certcli.attack import catalogue, checks, findings, run
-from certcli.attack.families.ascent import lost_margin
 from certcli.attack.settings import PRESETS, AttackSettings, planned_attacks, preset
 from certcli.evaluation import image_records, perturbation
 from certcli.system.errors import DataError, UsageError
@@ -213,11 +212,6 @@ def test_preset_steps_are_the_papers() -> None:
         last = part.plan[-1].settings
         lengths = [last.step(part.region, n, last.steps, random_pictures(1)).item() for n in (0, 1)]
         assert lengths == pytest.approx([step] * 2)
-
-
-def test_margin_agrees_with_known_values() -> None:
-    logits = torch.tensor([[1.0, 3.0, -2.0], [-1.0, -5.0, -2.0]])
-    assert lost_margin(logits, torch.tensor([1, 0])).tolist() == [-2.0, -1.0]
 
 
 def test_checks_of_the_model() -> None:

@@ -28,7 +28,7 @@ from tests.helpers.attack_nets import (
 )
 
 REACH = 1.5
-LONG = AttackSettings(steps=60, queries=500, searches=5, targets=4)
+LONG = AttackSettings(steps=40, queries=300, searches=5, targets=4)
 CASES = [
     (attack.name, norm)
     for attack in catalogue.ATTACKS
@@ -40,7 +40,7 @@ CASES = [
 def share_broken(name: str, norm: Norm) -> float:
     """Return the share of images that an attack breaks, each at REACH times its own distance."""
     model = linear_classifier(2)
-    images = random_pictures(4)
+    images = random_pictures(3)
     labels = labelled(model, images)
     distances = exact_distances(model, images, labels, norm)
     broken = 0

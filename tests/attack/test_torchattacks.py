@@ -200,7 +200,7 @@ def test_without_torchattacks_everything_else_works(
 ) -> None:
     monkeypatch.setitem(sys.modules, "torchattacks", None)
     words = ("attack", workshop / "plain.safetensors", "-e", 0.1, "--limit", 4, "--no-checks")
-    commands.document(*words, "-a", "cw", "-a", "pgd")
+    commands.document(*words, "-a", "pgd-5")
     failure = commands.attempt(*words, "--norm", "linf", "-a", "torchattacks:Jitter").exception
     assert isinstance(failure, UsageError)
     assert "pip install --no-deps torchattacks" in failure.hint

@@ -379,7 +379,7 @@ def test_records_of_another_arithmetic_are_refuted(
         checkpoint = workshop / "plain.safetensors"
     given = (
         "--limit",
-        3,
+        2,
         "--dataset",
         "digits",
         "--arithmetic",

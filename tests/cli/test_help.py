@@ -4,6 +4,7 @@ does.
 
 import re
 import subprocess
+import sys
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ def options_of(name: str) -> set[str]:
 def test_a_help_fits_a_screen_and_the_rest_waits_for_help_all(
     words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(main, "_columns", 100)
     monkeypatch.setattr(rich_utils, "MAX_WIDTH", 100)
     shown = console(*words).out
     assert len(shown.splitlines()) <= MOST_LINES
@@ -83,6 +85,18 @@ def test_the_help_names_a_docs_page_that_exists(name: str) -> None:
         line for line in main.COMMANDS[name].epilog.splitlines() if line.startswith("More: ")
     ]
     assert Path(last.removeprefix("More: ")).is_file()
+
+
+def test_forty_columns_keep_names_and_words_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    shown = subprocess.run(
+        [sys.executable, "-m", "certcli", "attack", "--help-all"], capture_output=True, text=True
+    )
+    assert {"--epsilon", "--min-robust", "--save-examples", "evaluation:"} <= set(
+        shown.stdout.replace(",", " ").split()
+    )
+    assert "…" not in shown.stdout
+    assert [line for line in shown.stdout.splitlines() if len(line) > 40] == []
 
 
 @pytest.mark.parametrize(

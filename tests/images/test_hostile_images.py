@@ -112,11 +112,6 @@ def test_files_of_mnist_that_contradict_each_other_get_a_sentence(
         datasets.load_dataset("torch/mnist", SPEC, "test", tmp_path)
 
 
-def test_images_are_as_before_however_they_are_opened(tmp_path: Path) -> None:
-    Image.new("L", (8, 8), 51).save(tmp_path / "x.webp", lossless=True)
-    assert torch.allclose(Decoder(SPEC)(tmp_path / "x.webp"), torch.full((1, 8, 8), 0.2))
-
-
 def test_threads_decode_no_more_pixels_together_than_one_image_may_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

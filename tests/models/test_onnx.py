@@ -4,6 +4,7 @@ import contextlib
 import io
 import math
 import random
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import certvit
 from certcli.checkpoint.record import InputSpec
 from certcli.enclosure.zonotopes.domain import l2_ball
 from certcli.enclosure.zonotopes.network import LocalNetwork
+from certcli.engine.table import NoRule
 from certcli.models.in_memory import open_module
 from certcli.models.onnx import open as door
 from certcli.models.onnx.file import read_model
@@ -26,7 +28,7 @@ from certcli.nn.attention import LipschitzAttention
 from certcli.nn.surgery import REPLACEMENTS
 from certcli.system.errors import CertvitError, NoBoundError, UsageError
 from tests.helpers.enclosed import ZONOTOPES, Enclosed
-from tests.helpers.grids import EVERY
+from tests.helpers.grids import EVERY, crossed
 from tests.helpers.lipschitz_cases import RULES, build_row
 from tests.helpers.onnx_graph import Node, graph_of
 from tests.helpers.slopes import IMAGE
@@ -107,11 +109,10 @@ def exported_onnx(
 
 
 QUICK = (
-    "linear-twice", "conv-groups", "layer-norm-linear", "quick-gelu", "maxmin", "swiglu", "attention",
-    "attention-l2-untied", "attention-windows", "mixed-tokens", "floor-norm", "attention-cosine",
-    "attention-lipschitz-norm-after-norm", "attention-l2-windows", "attention-l2-gated",
+    "layer-norm-linear", "quick-gelu", "maxmin", "attention", "attention-l2-untied", "mixed-tokens", "floor-norm",
+    "attention-cosine", "attention-lipschitz-norm-after-norm", "attention-l2-windows", "attention-l2-gated",
 )  # fmt: skip
-"""Of the rows of the test table; CERTVIT_SOUNDNESS takes all that every way reads."""
+"""Of the rows of the test table; CERTVIT_SOUNDNESS takes all that every way reads, with radii."""
 INF = float("inf")
 LARGER = {
     # f p + G: a sum of two branches, in place of one theorem for both
@@ -152,11 +153,17 @@ COMPARED = [row for row in RULES if not any(row in names for names in OTHERWISE.
 
 
 def proven_numbers(opened: Any, images: Tensor, labels: Tensor) -> list[float]:
-    """Return the logarithm of the global bound, and radii of the local method where it has rules."""
+    """Return the logarithm of the global bound, and, where the local method has rules, radii or, of
+    the quick rows, what one walk leaves of the margins' gain: 1 over their loss near the image.
+    """
     numbers = [certvit.bound(opened).upper.log10()]
-    with contextlib.suppress(NoBoundError):
-        rows = certvit.certify(opened, images, labels, method="local", effort="zonotope")
-        numbers += [row.radius for row in rows]
+    with contextlib.suppress(NoBoundError, NoRule):
+        if EVERY:
+            rows = certvit.certify(opened, images, labels, method="local", effort="zonotope")
+            return numbers + [row.radius for row in rows]
+        logits = certvit.network(opened).double()(images)[0]
+        margins = (logits[labels] - logits)[torch.arange(len(logits)) != labels]
+        numbers += (1 / (margins - torch.tensor(margins_near(opened, images)))).tolist()
     return numbers
 
 
@@ -169,18 +176,29 @@ def margins_near(opened: Any, pixels: Tensor) -> list[float]:
     return found
 
 
-def read_both_ways(net: nn.Module, image: Tensor, folder: Path) -> dict[str, nn.Module]:
+def by_the_older_exporter(net: nn.Module, image: Tensor, folder: Path) -> nn.Module:
     stream = io.BytesIO()
     torch.onnx.export(net, (image,), stream, dynamo=False, opset_version=17)
     (folder / "net.onnx").write_bytes(stream.getvalue())
-    read = {
-        "onnx": network_of_onnx(folder / "net.onnx", read_model(folder / "net.onnx")[0])[0],
-        "export": torch.export.export(net, (image,)).module(),
-    }
-    if EVERY:
-        newer = exported_onnx(net, folder / "newer.onnx", 20, dynamo=True, image=image)
-        read["newer"] = network_of_onnx(newer, read_model(newer)[0])[0]
-    return read
+    return network_of_onnx(folder / "net.onnx", read_model(folder / "net.onnx")[0])[0]
+
+
+def by_the_newer_exporter(net: nn.Module, image: Tensor, folder: Path) -> nn.Module:
+    newer = exported_onnx(net, folder / "newer.onnx", 20, dynamo=True, image=image)
+    return network_of_onnx(newer, read_model(newer)[0])[0]
+
+
+WAYS: dict[str, Callable[[nn.Module, Tensor, Path], nn.Module]] = {
+    "onnx": by_the_older_exporter,
+    "export": lambda net, image, folder: torch.export.export(net, (image,)).module(),
+    **({"newer": by_the_newer_exporter} if EVERY else {}),
+}
+
+
+def read_both_ways(
+    net: nn.Module, image: Tensor, folder: Path, ways: Iterable[str] = tuple(WAYS)
+) -> dict[str, nn.Module]:
+    return {way: WAYS[way](net, image, folder) for way in ways}
 
 
 @pytest.mark.parametrize("row", COMPARED if EVERY else QUICK)
@@ -203,7 +221,8 @@ def test_equal_functions_have_equal_bounds_and_radii(tmp_path: Path, row: str) -
         assert larger > 1 or ours >= upper - closeness, way
         assert smaller == INF or len(others) >= len(radii), way
         pairs = zip(others, radii)
-        assert all(one * smaller >= other * (1 - 1e-6) for one, other in pairs), way
+        worse = smaller if EVERY else max(smaller, larger)
+        assert all(one * worse >= other * (1 - 1e-6) for one, other in pairs), way
 
 
 ALIKE = (
@@ -247,7 +266,7 @@ def test_what_is_joined_computes_what_is_written(
     data = path.read_bytes()
     rng = random.Random(7)
     compared = 0
-    for trial in range(1000 if EVERY else 20):
+    for trial in range(1000 if EVERY else 14):
         path.write_bytes(nearly_the_same(data, rng) if trial else data)
         try:
             model = read_model(path)[0]
@@ -261,11 +280,15 @@ def test_what_is_joined_computes_what_is_written(
             ours = joined.double()(images)
         assert torch.allclose(ours, written, rtol=1e-7, atol=1e-7, equal_nan=True), trial
         compared += 1
-    assert compared > 9
+    assert compared > 5
 
 
-@pytest.mark.parametrize("name", ["l2", "scsa", "lnorm", "l2-untied-value"])
-def test_attentions_of_shifted_windows_are_recognised(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "chosen"), crossed(["l2", "scsa", "lnorm", "l2-untied-value"], [*WAYS])
+)
+def test_attentions_of_shifted_windows_are_recognised(
+    tmp_path: Path, name: str, chosen: str
+) -> None:
     """With a table of positions in every window, and a mask of their own in some."""
     net = small_swin()
     for layer in net.layers:
@@ -274,7 +297,7 @@ def test_attentions_of_shifted_windows_are_recognised(tmp_path: Path, name: str)
     net = filled(net).double()
     image = torch.rand(1, *SIZE, generator=torch.Generator().manual_seed(1)).double()
     upper = certvit.bound(open_module(net, 0.5, 0.5, SIZE)).upper.log10()
-    for way, read in read_both_ways(net, image, tmp_path).items():
+    for way, read in read_both_ways(net, image, tmp_path, (chosen,)).items():
         with torch.no_grad():
             assert torch.allclose(read.double()(image), net(image), rtol=1e-6, atol=1e-6), way
         ours = open_module(read, 0.5, 0.5, SIZE)
@@ -293,13 +316,14 @@ def test_shipped_networks_have_their_bounds_and_radii_however_they_are_read(
     spec = native.record.input
     image = torch.rand(1, *spec.size, generator=torch.Generator().manual_seed(1))
     upper = certvit.bound(native).upper.log10()
-    margins = margins_near(native, image)
     net: Any = certvit.network(native).net.float()
     for way, read in read_both_ways(net, image, tmp_path).items():
         opened = open_module(read, spec.mean, spec.std, spec.size)
         exactly = pytest.approx(upper, abs=1e-9 if name == "mnist" else 3e-8)
         assert certvit.bound(opened).upper.log10() == exactly, way
-        assert margins_near(opened, image) == pytest.approx(margins, rel=1e-5), way
+        if EVERY:
+            margins = margins_near(native, image)
+            assert margins_near(opened, image) == pytest.approx(margins, rel=1e-5), way
 
 
 def relative_distance(ours: Tensor, theirs: Tensor) -> float:
@@ -309,7 +333,6 @@ def relative_distance(ours: Tensor, theirs: Tensor) -> float:
 @pytest.mark.parametrize(
     ("name", "opset", "dynamo"),
     [
-        ("vit", 17, False),
         ("vit", 20, True),
         ("swin", 16, False),
         ("resnet", 12, False),
@@ -366,50 +389,6 @@ def test_quantised_weights_are_the_numbers_that_they_stand_for(tmp_path: Path) -
         assert torch.equal(weight, (rows * factor).float() * scales[:, None])
 
 
-def test_files_of_equal_weights_and_other_operators_have_other_digests(tmp_path: Path) -> None:
-    path = exported_onnx(filled(small_resnet()), tmp_path / "net.onnx", 17)
-    digests = set()
-    for op in ("Relu", "Tanh", "Sigmoid"):
-        model = read_model(path)[0]
-        for node in model.graph.node:
-            node.op_type = op if node.op_type == "Relu" else node.op_type
-        path.write_bytes(model.SerializeToString())
-        checkpoint = certvit.load(path, mean=0.5, std=0.5)
-        assert certvit.load(path, mean=0.5, std=0.5).digest == checkpoint.digest
-        digests.add(checkpoint.digest)
-        path = exported_onnx(filled(small_resnet()), tmp_path / "net.onnx", 17)
-    assert len(digests) == 3
-
-
-def test_what_is_recognised_has_the_factors_of_the_file(tmp_path: Path) -> None:
-    """GELU of a rounded sqrt(2), and scores times a number that is not 1 / sqrt(width)."""
-
-    class Spelled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(16)
-            self.maps = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-            self.head = nn.Linear(16, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.norm(x.reshape(-1, 48, 16))
-            q, k, v = (part(x).reshape(-1, 48, 2, 8).permute(0, 2, 1, 3) for part in self.maps[:3])
-            mixed = ((q * 0.4) @ (k * 0.7).transpose(-1, -2) / 0.9).softmax(-1) @ v
-            x = x + self.maps[3](mixed.permute(0, 2, 1, 3).reshape(-1, 48, 16))
-            x = 0.3 * x * (1 + torch.erf(x / 1.5))
-            return self.head(x.mean(1))
-
-    net = filled(Spelled())
-    path = exported_onnx(net, tmp_path / "net.onnx", 17)
-    read, _ = network_of_onnx(path, read_model(path)[0])
-    kinds = {type(part).__name__: part for part in read.children()}
-    assert {"Attention", "GELU"} <= set(kinds)
-    images = torch.rand(2, *SIZE, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    with torch.no_grad():
-        assert relative_distance(read.double()(images), net.double()(images)) < 1e-6
-    assert kinds["Attention"].scale == pytest.approx(0.4 * 0.7 / 0.9, rel=1e-7)
-
-
 def quantised_file(folder: Path, zero: Any, scale: float) -> Path:
     """Write two linear maps, and between them steps that the values of some images go beyond."""
     random = np.random.default_rng(5)
@@ -445,8 +424,10 @@ def test_quantised_activations_lie_in_their_enclosure_as_onnx_runtime_has_them(
     row = Enclosed(model)
     image = torch.rand(1, *size, generator=torch.Generator().manual_seed(1)).double()
     finite = 0
-    for radius in (1e-6, 0.1, 2.0):
-        for walk in ZONOTOPES.values():
+    for radius in (0.1, 2.0, *[1e-6] * EVERY):
+        for walk in [*ZONOTOPES.values()][
+            STEPS.index((zero, scale)) % 2 * (not EVERY) :: 1 if EVERY else 2
+        ]:
             walked = walk(row, image, radius, 8)
             logits = runtime.run(torch.cat([pixels for _, pixels in walked.places]))
             margins = logits[:, [walked.label]] - logits
@@ -454,7 +435,7 @@ def test_quantised_activations_lie_in_their_enclosure_as_onnx_runtime_has_them(
             if walked.bounds is not None:
                 finite += 1
                 assert bool((margins[:, others] >= walked.bounds - 1e-5 * logits.abs().max()).all())
-    assert finite > 12
+    assert finite > 2
 
 
 def test_a_quantised_file_is_attacked_with_square_and_smoothed_as_it_runs(

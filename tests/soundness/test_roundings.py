@@ -10,7 +10,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -114,9 +113,9 @@ def noise(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def convolved_rows(**options: Any) -> list[float]:
-    options = {"stride": 1, "padding": 1, "dilation": 1, "groups": 1, "input_size": 6} | options
-    return [convolution.conv_norm(noise(4, 4 // options["groups"], 3, 3), **options)]
+def convolved_rows(groups: int = 1, stride: int = 1, padding: int = 1) -> list[float]:
+    geometry = convolution.Geometry((stride,) * 2, ((padding,) * 2,) * 2, (1, 1), groups, (6, 6))
+    return [convolution.conv_norm(noise(4, 4 // groups, 3, 3), geometry)]
 
 
 def random_matrices() -> list[float]:

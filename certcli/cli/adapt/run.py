@@ -1,5 +1,6 @@
 """Run the two goals of `certvit adapt`, and show the trade between accuracy and the bound."""
 
+import resource
 import shlex
 import sys
 from collections.abc import Sequence
@@ -252,7 +253,8 @@ def write_adapted(
         mode.resume,
     )
     outputs.discard_state(state_path, fit.KEY, adapter.identity)
-    memory = _peak_memory()
+    unit = 1 if sys.platform == "darwin" else 1024
+    memory = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     sink.document(
         {
             "output": str(path),
@@ -292,11 +294,3 @@ def _bound_fields(name: str, model: PixelModel, checkpoint: file.Checkpoint) -> 
     """Return the network's proven bound in the form of the document, under this name."""
 
     return bound.bound_document(network.prove_network(model, checkpoint.record.classes).upper, name)
-
-
-def _peak_memory() -> int:
-    import resource
-
-    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * (
-        1 if sys.platform == "darwin" else 1024
-    )

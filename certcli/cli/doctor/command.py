@@ -2,7 +2,7 @@
 
 import os
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from certcli.attack.catalogue import INSTALL, PREFIX
@@ -18,7 +18,7 @@ class Finding:
     """A row of the report. broken: something fails because of it; remark: why, what to type."""
 
     part: str
-    found: str
+    state: str
     remark: str = ""
     broken: bool = False
 
@@ -41,13 +41,21 @@ def doctor(talk: groups.Talk = groups.Talk()) -> None:
     for finding in findings:
         gate.demand(
             not finding.broken,
-            errors.GateError(f"{finding.part} {finding.found}: broken", finding.remark),
+            errors.GateError(f"{finding.part} {finding.state}: broken", finding.remark),
         )
-    sink.document({"parts": [asdict(finding) for finding in findings]}, gate)
+    sink.document(
+        {
+            "parts": [
+                {"part": one.part, "found": one.state, "remark": one.remark, "broken": one.broken}
+                for one in findings
+            ]
+        },
+        gate,
+    )
     sink.table(
         "This installation",
         ("part", "found"),
-        [(finding.part, finding.found) for finding in findings],
+        [(finding.part, finding.state) for finding in findings],
     )
     for finding in findings:
         if finding.remark and not finding.broken:

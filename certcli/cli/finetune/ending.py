@@ -180,12 +180,14 @@ def seconds(
 def prove_trained(checkpoint: Checkpoint, validation: Images, epsilon: float, sink: Sink) -> Final:
     """Prove the bound in float64, rounded outward; count the certified validation images."""
 
+    started = time.perf_counter()
     about: dict[str, Any] = {"dataset": record_lines.describe_images(validation)}
     certifier = _certifier(checkpoint)
     if isinstance(certifier, str):
         sink.note(certifier)
         clean = _clean_accuracy(checkpoint, validation)
         return Final({**about, "clean": clean, "certified": 0.0, **bound_document(INF)})
+    sink.note(f"proved the bound in {time.perf_counter() - started:.0f} s")
     about |= {"arithmetic": certifier.arithmetic, **certifier.about["bound"]}
     why = _hopeless_reason(certifier, epsilon)
     if why is not None:
@@ -193,7 +195,10 @@ def prove_trained(checkpoint: Checkpoint, validation: Images, epsilon: float, si
         return Final(
             {**about, "clean": _clean_accuracy(checkpoint, validation), "certified": 0.0}, why
         )
+    started = time.perf_counter()
     clean, certified = _certified_shares(certifier, validation, epsilon, sink)
+    spent = time.perf_counter() - started
+    sink.note(f"certified {len(validation)} validation images in {spent:.0f} s")
     return Final({**about, "clean": clean, "certified": certified})
 
 

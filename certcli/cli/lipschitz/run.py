@@ -10,7 +10,7 @@ from certcli.certify.around import Around, AroundImages, NearImage, prepare
 from certcli.cli.lipschitz import command, view
 from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Sink
-from certcli.evaluation import fidelity, image_doubts, record_lines, threat
+from certcli.evaluation import record_lines, threat
 from certcli.images.labelled import Images, sent
 from certcli.lipschitz import network
 from certcli.lipschitz.estimate import measure
@@ -99,20 +99,8 @@ def prove_source(
 
 def measure_slope(audited: view.Audited, options: command.LipschitzOptions, sink: Sink) -> float:
     """Return the largest slope at images; warn of images that do not suit the network."""
-    record = audited.checkpoint.record
-    images = options.data.images(record, sink)
-    inputs.doubt_images(images, record, sink)
-    decides = record.classes > 0 and audited.checkpoint.reading.decides
-    judged = options.data.dataset is not None and decides
-    labels, why = fidelity.known_labels(images, record) if judged else (None, "")
-    if why:
-        sink.warn(why)
-    if labels is not None:
-        right = sum(
-            image_doubts.right_of(audited.model, images, options.machine.batch_size, labels)
-        )
-        sink.note(f"correct on {right} of these {len(images)} images")
-        inputs.doubt_accuracy(right / len(images), images, audited.checkpoint, sink)
+    images = options.data.images(audited.checkpoint.record, sink)
+    inputs.doubt_images(images, audited.checkpoint.record, sink)
     return _steepest(audited.model, images, options, sink)
 
 

@@ -15,7 +15,6 @@ from msgspec import UNSET
 
 from certcli.audit.document_builder import with_evidence
 from certcli.certify import around, methods
-from certcli.certify.around import NearImage
 from certcli.checkpoint import record, schema, tensor_files
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.log.run import document_of, files_of
@@ -303,7 +302,7 @@ def _near_claims(
         rows = chooser.sample(rows, options.scope.sample)
 
     @functools.cache
-    def proven(index: int) -> dict[float, NearImage]:
+    def proven(index: int) -> dict[float, around.NearImage]:
         """Return what is proven near an image in all its balls: radii build on those before."""
         places = (images.indices == index).nonzero().flatten().tolist()
         balls = {row.radius: near[row.radius] for row in claimed.images if row.index == index}
@@ -316,7 +315,7 @@ def _near_claims(
             bar.advance()
 
 
-def _near_claim(row: schema.NearImageFields, proven: NearImage | None) -> Claim:
+def _near_claim(row: schema.NearImageFields, proven: around.NearImage | None) -> Claim:
     statement = f"slopes near image {row.index}, within {row.radius:g}"
     if proven is None:
         return Claim(statement, "refuted", "no such image is among them")

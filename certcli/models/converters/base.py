@@ -216,20 +216,6 @@ _DEEPEST = 12
 """Parts that programs add in front of a name, at most."""
 
 
-@dataclass(frozen=True)
-class Aligned:
-    """The tensors of one network, by its names.
-
-    Attributes:
-        names: The file's name of each.
-        aside: The file's names that are none of the network's.
-    """
-
-    tensors: dict[str, Tensor]
-    names: Mapping[str, str]
-    aside: tuple[str, ...]
-
-
 def cause(
     names: Iterable[str], causes: Sequence[tuple[str, str, str]] = _CAUSES
 ) -> tuple[str, str] | None:
@@ -262,8 +248,9 @@ def require_merged(path: Path, names: Iterable[str]) -> None:
     raise_if(what, ArchitectureError, f"{path.name}: {what}", hint)
 
 
-def alignments(tensors: Mapping[str, Tensor], expected: Iterable[str]) -> dict[str, Aligned]:
-    """Return each whole network in the file, by the prefix under which it lies.
+def alignments(tensors: Mapping[str, Tensor], expected: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return each whole network in the file, by the prefix under which it lies: the file's name of
+    each of its tensors.
 
     Args:
         expected: The names of the network's tensors.
@@ -275,8 +262,7 @@ def alignments(tensors: Mapping[str, Tensor], expected: Iterable[str]) -> dict[s
         target = target_of(name)
         if target is not None:
             candidates.setdefault(target, []).append(name)
-    networks: dict[str, Aligned] = {}
-    choices: set[frozenset[str]] = set()
+    networks: dict[str, dict[str, str]] = {}
     if candidates.keys() != set(targets):
         return networks
     for root in _roots(candidates):
@@ -289,12 +275,8 @@ def alignments(tensors: Mapping[str, Tensor], expected: Iterable[str]) -> dict[s
             if any(len(group) != 1 for group in under.values()):
                 continue
             names = {target: group[0] for target, group in under.items()}
-        chosen = frozenset(names.values())
-        if chosen not in choices:
-            choices.add(chosen)
-            aside = tuple(sorted(tensors.keys() - chosen))
-            ordered = {target: tensors[names[target]] for target in names}
-            networks[root] = Aligned(ordered, names, aside)
+        if names not in networks.values():
+            networks[root] = names
     return networks
 
 

@@ -112,27 +112,26 @@ def aligned(bare: Bare, path: Path, weights: str | None, expected: Collection[st
     if not networks:
         return bare
     places: StateDicts = {
-        tuple(root.split(".")[:-1]): each.tensors for root, each in networks.items()
+        tuple(root.split(".")[:-1]): {target: tensors[name] for target, name in names.items()}
+        for root, names in networks.items()
     }
     chosen = chosen_weights(list(places), places, path, bare.undecided(weights))
-    network = networks["".join(f"{part}." for part in chosen)]
-    parents = [name.split(".")[:-1] for name in network.names.values()]
+    own_names = networks["".join(f"{part}." for part in chosen)]
+    parents = [name.split(".")[:-1] for name in own_names.values()]
     ends = zip(min(parents), max(parents), strict=False)
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], ends)
     root = "".join(f"{part}." for part, _ in same)
-    others = {name for each in networks.values() for name in each.names.values()}
+    others = {name for names in networks.values() for name in names.values()}
     strange = [
-        name
-        for name in network.aside
-        if name not in others and not harmless(name, tensors[name], root)
+        name for name in sorted(tensors.keys() - others) if not harmless(name, tensors[name], root)
     ]
     added = [
         f"'{one_line(name)}' is taken for '{target}': what else the module around it computes, no tensor shows"
-        for target, name in sorted(network.names.items())
+        for target, name in sorted(own_names.items())
         if not name.endswith(target)
     ]
     for name in strange:
-        other = network.names.get(name.removeprefix(root))
+        other = own_names.get(name.removeprefix(root))
         raise_if(
             other is not None,
             ArchitectureError,
@@ -140,9 +139,11 @@ def aligned(bare: Bare, path: Path, weights: str | None, expected: Collection[st
             ALONE,
         )
     surplus = tensors_by_name((name.removeprefix(root), tensors[name]) for name in strange)
-    aside = (*bare.aside, *(name for name in network.aside if name not in strange))
-    whole = tensors_by_name([*network.tensors.items(), *surplus.items()])
-    return replace(bare, tensors=whole, prefix=root, aside=aside, doubts=tuple(added[:1]))
+    unread = sorted(tensors.keys() - set(own_names.values()) - set(strange))
+    whole = tensors_by_name([*places[chosen].items(), *surplus.items()])
+    return replace(
+        bare, tensors=whole, prefix=root, aside=(*bare.aside, *unread), doubts=tuple(added[:1])
+    )
 
 
 def _tensors_under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

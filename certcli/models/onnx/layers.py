@@ -1,7 +1,6 @@
 """Operators with weights and those over neighbours: the modules of torch that have theorems."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -55,31 +54,24 @@ def read_gemm(call: Call) -> Any:
     return call.apply(linear_module(weight, bias), call.value(0))
 
 
-@dataclass(frozen=True)
-class Windows:
-    """How windows (kernel) lie along each axis, and what is added before and after it."""
-
-    strides: list[int]
-    dilations: list[int]
-    before: list[int]
-    after: list[int]
-
-    @classmethod
-    def of(cls, call: Call, kernel: Sequence[int]) -> "Windows":
-        ones = [1] * len(kernel)
-        strides = list(call.attribute("strides", ones))
-        dilations = list(call.attribute("dilations", ones))
-        pads = list(call.attribute("pads", [0, 0] * len(kernel)))
-        automatic = call.attribute("auto_pad", "NOTSET")
-        if automatic.startswith("SAME") and call.op != "ConvTranspose":
-            sizes = zip(call.shape()[2:], kernel, strides, dilations, strict=True)
-            added = [max((-(-n // s) - 1) * s + (k - 1) * d + 1 - n, 0) for n, k, s, d in sizes]
-            less, more = [one // 2 for one in added], [one - one // 2 for one in added]
-            pads = less + more if automatic == "SAME_UPPER" else more + less
-        else:
-            call.require(automatic in ("NOTSET", "VALID"), "automatic padding")
-        call.require(len(pads) == 2 * len(kernel) and min(pads) >= 0, "its padding")
-        return cls(strides, dilations, pads[: len(kernel)], pads[len(kernel) :])
+def _windows(call: Call, kernel: Sequence[int]) -> tuple[list[int], ...]:
+    """Return how windows (kernel) lie along each axis, strides and dilations, and what is added
+    before and after it.
+    """
+    ones = [1] * len(kernel)
+    strides = list(call.attribute("strides", ones))
+    dilations = list(call.attribute("dilations", ones))
+    pads = list(call.attribute("pads", [0, 0] * len(kernel)))
+    automatic = call.attribute("auto_pad", "NOTSET")
+    if automatic.startswith("SAME") and call.op != "ConvTranspose":
+        sizes = zip(call.shape()[2:], kernel, strides, dilations, strict=True)
+        added = [max((-(-n // s) - 1) * s + (k - 1) * d + 1 - n, 0) for n, k, s, d in sizes]
+        less, more = [one // 2 for one in added], [one - one // 2 for one in added]
+        pads = less + more if automatic == "SAME_UPPER" else more + less
+    else:
+        call.require(automatic in ("NOTSET", "VALID"), "automatic padding")
+    call.require(len(pads) == 2 * len(kernel) and min(pads) >= 0, "its padding")
+    return strides, dilations, pads[: len(kernel)], pads[len(kernel) :]
 
 
 _CONVOLUTIONS: dict[tuple[str, int], Any] = {
@@ -96,25 +88,24 @@ def read_convolution(call: Call) -> Any:
     form = call.op, len(kernel)
     call.require(form in _CONVOLUTIONS and isinstance(x, fx.Node), "other than images")
     call.require(list(call.attribute("kernel_shape", kernel)) == kernel, "two sizes of its kernel")
-    windows = Windows.of(call, kernel)
-    padding = windows.before
+    strides, dilations, padding, after = _windows(call, kernel)
     groups = call.attribute("group", 1)
     channels = [weight.shape[1] * groups, len(weight)]
     more: dict[str, Any] = {}
     if call.op == "ConvTranspose":
-        call.require(windows.before == windows.after, "uneven padding")
+        call.require(padding == after, "uneven padding")
         more = {"output_padding": tuple(call.attribute("output_padding", [0] * len(kernel)))}
         channels.reverse()
-    elif windows.before != windows.after:
-        pairs = list(zip(windows.before, windows.after, strict=True))
+    elif padding != after:
+        pairs = list(zip(padding, after, strict=True))
         x = call.apply(functional.pad, x, [n for pair in reversed(pairs) for n in pair])
         padding = [0] * len(kernel)
     module = _CONVOLUTIONS[form](
         *channels,
         tuple(kernel),
-        tuple(windows.strides),
+        tuple(strides),
         tuple(padding),
-        dilation=tuple(windows.dilations),
+        dilation=tuple(dilations),
         groups=groups,
         bias=bias is not None,
         device="meta",
@@ -233,16 +224,16 @@ def read_global_maximum(call: Call) -> Any:
 def read_pool(call: Call) -> Any:
     kernel: Any = tuple(call.attribute("kernel_shape"))
     call.require(len(kernel) == 2 == len(call.shape()) - 2, "other than images")
-    windows = Windows.of(call, kernel)
-    call.require(windows.before == windows.after, "uneven padding")
-    strides: Any = tuple(windows.strides)
-    padding: Any = tuple(windows.before)
+    steps, dilations, before, after = _windows(call, kernel)
+    call.require(before == after, "uneven padding")
+    strides: Any = tuple(steps)
+    padding: Any = tuple(before)
     call.require(call.attribute("ceil_mode", 0) == 0, "ragged windows")
     if call.op == "MaxPool":
         call.require(call.attribute("storage_order", 0) == 0, "columns first")
-        module: nn.Module = nn.MaxPool2d(kernel, strides, padding, tuple(windows.dilations))
+        module: nn.Module = nn.MaxPool2d(kernel, strides, padding, (dilations[0], dilations[1]))
     else:
         counts = bool(call.attribute("count_include_pad", 0))
-        call.require(windows.dilations == [1, 1], "dilated windows")
+        call.require(dilations == [1, 1], "dilated windows")
         module = nn.AvgPool2d(kernel, strides, padding, False, counts)
     return call.apply(module, call.value())
