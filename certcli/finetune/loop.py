@@ -271,7 +271,8 @@ class Trainer:
 
     def state(self) -> TrainingState:
         """Return everything that the next epoch depends on."""
-        parts = self.descent.state()
+        penalty = self.descent.penalty
+        parts = {} if penalty is None else {"penalty": dict(penalty.vectors)}
         if self.average is not None:
             parts["average"] = dict(self.average.state_dict())
         structure, tensors = optimiser_parts(self.optimisers)

@@ -227,7 +227,3 @@ class Descent:
         # here, where all processes see it
         raise_if(not math.isfinite(value), Diverged, f"the loss became {value} at {where}")
         return value
-
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the penalty's vectors."""
-        return {} if self.penalty is None else {"penalty": dict(self.penalty.vectors)}

@@ -63,10 +63,9 @@ def test_margins_are_those_of_the_pixels(act: type[nn.Module], tape: bool, in_bo
     bounds = fewer.margins(start, 1)
     assert fewer.coordinates.basis.shape == (4, 16, 6)
     assert torch.allclose(bounds, whole.margins(start, 1), rtol=1e-9, atol=1e-11)
-    with_squares = fewer.margins(
-        l2_ball(pixels, 0.05, squares_up_to=24, limit=400, in_box=in_box), 1
-    )
-    assert tape or (with_squares > bounds).all()
+    if not tape:
+        with_squares = l2_ball(pixels, 0.05, squares_up_to=24, limit=400, in_box=in_box)
+        assert (fewer.margins(with_squares, 1) > bounds).all()
 
 
 @pytest.mark.parametrize("squares", [0, 24, 64])
