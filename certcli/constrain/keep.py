@@ -142,14 +142,11 @@ def search_eta(trial: Callable[[float], tuple[bool, float]]) -> float:
             refused = eta
             if accepted < aim < refused:  # between known etas the line is as good as a trial
                 return aim
-        if refused <= _NEAR * accepted:
+        if accepted and aim <= _NEAR * accepted:
             return accepted
-        if not accepted < aim < refused:
-            # ignore a prediction outside the known etas: take one between them
-            if accepted and aim <= _NEAR * accepted:
-                return accepted
+        if not accepted < aim < refused:  # outside the known etas: one between them
             aim = (accepted * refused) ** 0.5 if accepted else eta / 2
-        if min(MOST, aim) <= _NEAR * accepted:
-            return accepted
         eta = min(MOST, aim)
+        if eta <= _NEAR * accepted:
+            return accepted
     return accepted or eta
