@@ -93,7 +93,6 @@ class Adapter(Adaptation):
         bodies = (self.family.body(model.net) for model in (self.teacher, self.student))
         self.body = list(zip(*bodies, strict=True))
         self.sections = len(self.body) + 1
-        self.done = 0
         self.rate = self.settings.lr
 
     @property

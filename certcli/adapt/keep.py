@@ -118,7 +118,7 @@ class Keeper(Adaptation):
         return 2 + len(QUANTILES) * len(self.norms) if self.raises_floors else 1
 
     def run(self) -> Iterator[str]:
-        """Change the student, and yield a remark after each step."""
+        """Change the student, and yield what was changed or tried after each step."""
         self.records = list(self._place_least_floors())
         yield "floors"
         if not self.raises_floors:
@@ -126,8 +126,7 @@ class Keeper(Adaptation):
         candidates = []
         for candidate in self.try_floors():
             candidates.append(candidate)
-            error = f"logit error {100 * candidate.error:.2g} %"
-            yield f"{candidate.path}, {candidate.change}: {error}"
+            yield candidate.path
         self.trade = self._choose(self.team.agree(lambda: [asdict(each) for each in candidates]))
         for number, part in enumerate(self.records):
             if raised := self.trade.placed.get(part.path):

@@ -152,14 +152,12 @@ def require_known_blocks(net: nn.Module, family: Family) -> None:
     raise_if(not blocks, ArchitectureError, why)
     for step in blocks:
         mlp: Any = getattr(step.module, "mlp", None)
-        why = ""
-        if type(step.module) not in _BLOCKS:
-            why = f" is a {type(step.module).__name__}"
-        elif type(mlp) is not Mlp or not isinstance(mlp.fc1, nn.Linear):
-            why = f".mlp is a {type(mlp).__name__}"
-        elif not isinstance(mlp.norm, nn.Identity):
-            why = ".mlp has a norm inside"
-        raise_if(why, ArchitectureError, f"{step.path}{why}, which adapt does not know")
+        plain = type(mlp) is Mlp and isinstance(mlp.fc1, nn.Linear)
+        if type(step.module) not in _BLOCKS or not plain or not isinstance(mlp.norm, nn.Identity):
+            raise ArchitectureError(
+                f"{step.path} ({type(step.module).__name__}) or {step.path}.mlp "
+                f"({type(mlp).__name__}) is not as adapt knows it"
+            )
 
 
 def run_half(block: Any, half: Half, x: Tensor) -> Tensor:
@@ -306,6 +304,9 @@ class AdaptedPart:
     after: str
     error: float
 
+    def __str__(self) -> str:
+        return f"{self.path}: error {100 * self.error:.1f} %"
+
 
 class Adaptation:
     """The original network (teacher) and, of a subclass, the new one (student).
@@ -315,6 +316,7 @@ class Adaptation:
     """
 
     student: PixelModel
+    done = 0
 
     def __init__(
         self,

@@ -17,9 +17,7 @@ SHORT = 2.0
 """Seconds that the second batch may take: a whole one of a large network takes an hour."""
 
 
-def seconds_a_draw(
-    run: Callable[[int], object], batch_size: int, clock: Callable[[], float] = time.perf_counter
-) -> float:
+def seconds_a_draw(run: Callable[[int], object], batch_size: int) -> float:
     """Return the seconds of one draw in batches of the run's size, or of the largest that is short.
 
     Args:
@@ -27,9 +25,9 @@ def seconds_a_draw(
     """
 
     def timed(rows: int) -> float:
-        started = clock()
+        started = time.perf_counter()
         run(rows)
-        return clock() - started
+        return time.perf_counter() - started
 
     # the first one holds what a device does once
     rows = min(batch_size, max(1, int(SHORT / max(timed(1), 1e-6))))

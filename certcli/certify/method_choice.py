@@ -68,13 +68,13 @@ class MethodChoice:
 
     Attributes:
         reason: A sentence; "" for a method that a person named.
-        beside: Further methods.
+        others: Further methods.
         ready: Certifiers made while choosing, by method.
     """
 
     method: str
     reason: str
-    beside: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
     ready: Mapping[str, Certifier] = field(default_factory=dict)
 
 

@@ -130,13 +130,6 @@ class Local(CertifierOptions):
         if not all(0 < radius < math.inf for radius in self.at) or list(self.at) != sorted(self.at):
             raise UsageError("radii to try are finite, above 0 and ascending")
 
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Self:
-        """As `CertifierOptions.of`. UsageError too for an effort that earlier versions had."""
-        if values.get("effort") == "norms":
-            raise UsageError("this version has no effort 'norms', balls of norms", "certify again")
-        return super().of(values)
-
 
 DOUBLE_MASKING: Literal["double-masking"] = "double-masking"
 VOTING: Literal["voting"] = "voting"

@@ -9,7 +9,7 @@ or two trials suffice.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -62,22 +62,13 @@ def usual_share(images: Images) -> float:
     return 0.95 if images.name == PHOTOGRAPHS else 0.98
 
 
-@dataclass(frozen=True)
-class KeepResult:
-    """The result of the search: the layers at one `eta`, and the fidelity of the network."""
-
-    eta: float
-    results: Sequence[LayerResult]
-    fidelity: Fidelity
-
-
 def constrain_keeping(
     calibration: LayerCalibration,
     settings: ConstrainSettings,
     keep: float,
     reference: ReferenceLogits,
     report: Callable[[float, str], None] = lambda *_: None,
-) -> KeepResult:
+) -> tuple[Sequence[LayerResult], Fidelity]:
     """Constrain at the largest eta that keeps the share `keep` of first choices; write weights.
 
     The eta is at most MOST, and lies within 25 % of a refused one or is predicted by it. If every
@@ -85,6 +76,9 @@ def constrain_keeping(
 
     Args:
         report: called with (eta, path) for each layer of each trial and round.
+
+    Returns:
+        The layers at that eta, none where it is 0; and the fidelity of the network.
     """
     check_keep(keep)
     model = calibration.model
@@ -129,10 +123,10 @@ def constrain_keeping(
         results, enough, aim = judged(replace(settings, eta=eta), reference.logits)
         if enough:
             write(model, {result.path: result.weight for result in results})
-            return KeepResult(eta, results, fidelity)
+            return results, fidelity
         nearer = eta / 2 if turn == ROUNDS - 1 else eta / _NEAR  # the last round must keep enough
         eta = min(aim, nearer) if aim > 0 else nearer
-    return KeepResult(0.0, [], unchanged)
+    return [], unchanged
 
 
 def search_eta(trial: Callable[[float], tuple[bool, float]]) -> float:
@@ -148,14 +142,11 @@ def search_eta(trial: Callable[[float], tuple[bool, float]]) -> float:
             refused = eta
             if accepted < aim < refused:  # between known etas the line is as good as a trial
                 return aim
-        if refused <= _NEAR * accepted:
+        if accepted and aim <= _NEAR * accepted:
             return accepted
-        if not accepted < aim < refused:
-            # ignore a prediction outside the known etas: take one between them
-            if accepted and aim <= _NEAR * accepted:
-                return accepted
+        if not accepted < aim < refused:  # outside the known etas: one between them
             aim = (accepted * refused) ** 0.5 if accepted else eta / 2
-        if min(MOST, aim) <= _NEAR * accepted:
-            return accepted
         eta = min(MOST, aim)
+        if eta <= _NEAR * accepted:
+            return accepted
     return accepted or eta

@@ -29,18 +29,13 @@ Visit = Callable[[int, str, nn.Module, Tensor], None]
 
 def refusal(module: nn.Module) -> str | None:
     """Return why a module cannot be constrained; None if it can."""
-    if isinstance(module, nn.Linear):
-        same = type(module).forward is nn.Linear.forward
-    elif isinstance(module, nn.Conv2d):
-        same = (
-            type(module).forward is nn.Conv2d.forward
-            and type(module)._conv_forward is nn.Conv2d._conv_forward
-        )
-        if module.groups != 1:
-            return "grouped convolutions (one matrix a group) are not supported"
-    else:
+    kind = next((each for each in (nn.Linear, nn.Conv2d) if isinstance(module, each)), None)
+    if kind is None:
         return f"{type(module).__name__} is neither Linear nor Conv2d"
-    if not same:
+    if getattr(module, "groups", 1) != 1:
+        return "grouped convolutions (one matrix a group) are not supported"
+    names = ("forward", "_conv_forward")
+    if any(getattr(type(module), name, None) is not getattr(kind, name, None) for name in names):
         return f"{type(module).__name__} overrides forward"
     if module._parameters.get("weight") is None:
         return "its weight is not a plain parameter (parametrised?)"

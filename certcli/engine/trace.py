@@ -80,7 +80,11 @@ class Moved(OperationMode):
         counted = not any(
             x.is_floating_point() for x in (*operands, *results)
         ) and not name.startswith("empty")
-        moving = name in MOVING or (name == "_to_copy" and _is_wider(results[0], operands[0]))
+        moving = name in MOVING or (
+            # the result's arithmetic has all numbers of the operand's
+            name == "_to_copy"
+            and torch.promote_types(results[0].dtype, operands[0].dtype) == results[0].dtype
+        )
         # torch.tensor(numbers)
         if name == "lift_fresh" or ((counted or moving) and places <= self.storages):
             self._kept += results
@@ -98,11 +102,6 @@ class Moved(OperationMode):
             for step in self.computed.values()
             for x in tensors_in((step.args, step.kwargs))
         )
-
-
-def _is_wider(result: Tensor, x: Tensor) -> bool:
-    """Tell whether a result's arithmetic has all numbers of x's."""
-    return torch.promote_types(result.dtype, x.dtype) == result.dtype
 
 
 def place_of(x: Tensor) -> int:

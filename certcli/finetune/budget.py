@@ -100,7 +100,7 @@ def changed_total(step: int, total: int, pace: float, time_left: float, batches:
 
 def plan_for_budget(
     trainer: Trainer, train: Images, validation: Images, ends: float, around: Costs
-) -> Costs:
+) -> None:
     """Turn a time budget into the trainer's `steps` and, where time is short and none is given,
     its `validation_limit`.
 
@@ -108,8 +108,6 @@ def plan_for_budget(
         ends: the end of the budget, on the clock.
         around: seconds of saving, bound and certificate.
 
-    Returns:
-        These, with the seconds of a step and of validating an image.
     """
     measured = measured_costs(trainer, train, validation)
     costs = replace(around, step=measured.step, image=measured.image)
@@ -119,7 +117,6 @@ def plan_for_budget(
     if limit is None and images < len(validation):
         limit = images
     trainer.settings = replace(trainer.settings, steps=steps, validation_limit=limit)
-    return costs
 
 
 def expected_duration(trainer: Trainer, train: Images, validation: Images) -> str:

@@ -23,7 +23,7 @@ from certcli.finetune.option_texts import share_done
 from certcli.finetune.penalties import RAMP
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.state import TrainingState, optimiser_parts
-from certcli.finetune.step import Average, Descent, Diverged, make_optimisers, of_shape
+from certcli.finetune.step import Average, Descent, Diverged, make_optimisers
 from certcli.finetune.stiefel import orthogonal_parameters, orthogonalise, retract
 from certcli.finetune.validation import Quality, Validation, enclosure_of
 from certcli.images.labelled import Images
@@ -271,7 +271,8 @@ class Trainer:
 
     def state(self) -> TrainingState:
         """Return everything that the next epoch depends on."""
-        parts = self.descent.state()
+        penalty = self.descent.penalty
+        parts = {} if penalty is None else {"penalty": dict(penalty.vectors)}
         if self.average is not None:
             parts["average"] = dict(self.average.state_dict())
         structure, tensors = optimiser_parts(self.optimisers)
@@ -309,11 +310,9 @@ class Trainer:
             self.epoch, self.step, self.changes = about.epoch, about.step, list(about.changes)
             self.best = about.best
             self.best_epoch = about.best_epoch
-            best = state.under("best.")
-            net = state.under("net.")
-            for name, value in self.model.net.state_dict().items():
-                self.best_net[name] = of_shape(value, best[name])
-                value.copy_(of_shape(value, net[name]))
+            self.best_net = state.under("best.")
+            for tensors in (self.best_net, state.under("net.")):  # both fit the network
+                self.model.net.load_state_dict(tensors)
             for number, optimiser in enumerate(self.optimisers):
                 optimiser.load_state_dict(state.optimiser(number))
             self.arithmetic.vectors = {

@@ -60,9 +60,9 @@ class SpectralPenalty:
     """sum over layers and heads of l_q sigma(W_q)^2 + l_k sigma(W_k)^2 + l_v sigma(W_v)^2 -> (),
     with gradient.
 
-    Norms are estimated by power iteration, one step a call from the vectors of the call before, all
-    matrices of one shape at once. In a tied L2 attention W_q is the query map, and the rows of
-    `proj` are the value map; it has no key map.
+    Norms are estimated by power iteration, one step a call from the vectors of the call before. In a
+    tied L2 attention W_q is the query map, and the rows of `proj` are the value map; it has no key
+    map.
     Source: Hu et al. 2024 (SpecFormer), equations 11 to 13.
 
     Args:
@@ -78,31 +78,24 @@ class SpectralPenalty:
     def __init__(self, net: nn.Module, weights: tuple[float, float, float]) -> None:
         self.strengths = dict(zip(KINDS, weights, strict=True))
         self.vectors: dict[str, Tensor] = {}
-        maps = list(attention_maps(net))
+        self.maps = list(attention_maps(net))
         raise_if(
-            not maps,
+            not self.maps,
             ArchitectureError,
             "there is no attention whose query, key and value maps could be penalised",
             "drop --msvp",
         )
-        self._alike: dict[tuple[int, ...], list[AttentionMap]] = {}
-        for each in maps:
-            if self.strengths[each.kind] > 0:
-                with torch.no_grad():
-                    shape = tuple(each.blocks().shape[1:])
-                self._alike.setdefault(shape, []).append(each)
 
     def __call__(self) -> Tensor:
         """Return the penalty, in float32 also under autocast."""
-        total = torch.zeros(())
-        for (rows, columns), members in self._alike.items():
-            device = members[0].weight.device
-            with torch.autocast(device.type, enabled=False):
-                blocks = torch.cat([each.blocks() for each in members])
-                norms = estimated_block_norms(blocks, self.vectors, f"{rows}x{columns}")
-                factors = [self.strengths[each.kind] for each in members for _ in range(each.heads)]
-                squares = torch.tensor(factors, device=device) * norms.square()
-                total = total.to(device) + squares.sum()
+        device = self.maps[0].weight.device
+        total = torch.zeros((), device=device)
+        with torch.autocast(device.type, enabled=False):
+            for number, each in enumerate(self.maps):
+                strength = self.strengths[each.kind]
+                if strength > 0:
+                    norms = estimated_block_norms(each.blocks(), self.vectors, str(number))
+                    total = total + strength * norms.square().sum()
         return total
 
 
@@ -150,17 +143,9 @@ _LENGTH = 1e-6
 CURVED = (nn.GELU, nn.SiLU, nn.Mish, nn.ReLU, nn.Tanh, nn.Sigmoid)
 
 
-@dataclass(frozen=True)
-class NonlinearInput:
-    """The input of one nonlinear place for both halves of a batch: (2 b, ..., d).
-
-    Attributes:
-        spread: what a norm divides by.
-    """
-
-    place: str
-    values: Tensor
-    spread: Spread
+Reading = tuple[str, Tensor, Spread]
+"""Of a nonlinear place: its kind, its input for both halves of a batch (2 b, ..., d), and what a norm
+divides by."""
 
 
 class EnclosurePenalty:
@@ -197,23 +182,23 @@ class EnclosurePenalty:
         self.model.train(was_training)
         pixels = images[0].numel()
         total = torch.zeros((), device=images.device)
-        for reading in readings:
-            total = total + self.weights[reading.place] * _squared_slopes(reading, pixels).mean()
+        for place, values, spread in readings:
+            slopes = _squared_slopes(place, values, spread, pixels)
+            total = total + self.weights[place] * slopes.mean()
         return total
 
 
-def _squared_slopes(reading: NonlinearInput, pixels: int) -> Tensor:
+def _squared_slopes(place: str, values: Tensor, spread: Spread, pixels: int) -> Tensor:
     """Return n (A e)^2 of each entry; of a norm's input relative to the token's length."""
-    values = reading.values
-    if reading.place != "activation":
+    if place != "activation":
         values = values - values.mean(-1, keepdim=True)
     before, after = values.chunk(2)
     squares = (after - before).square() * (pixels / STEP**2)
-    if reading.place != "norm":
+    if place != "norm":
         return squares
     width = before.shape[-1]
-    length = before.square().sum(-1) + reading.spread.eps * width
-    return squares.sum(-1) / (length.clamp_min(reading.spread.min_variance * width) + _LENGTH)
+    length = before.square().sum(-1) + spread.eps * width
+    return squares.sum(-1) / (length.clamp_min(spread.min_variance * width) + _LENGTH)
 
 
 def _nonlinear_places(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -227,9 +212,9 @@ def _nonlinear_places(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 @contextmanager
-def _recorded(model: nn.Module) -> Iterator[list[NonlinearInput]]:
+def _recorded(model: nn.Module) -> Iterator[list[Reading]]:
     """Record the input of every nonlinear place of the forward passes inside the block."""
-    readings: list[NonlinearInput] = []
+    readings: list[Reading] = []
     with ExitStack() as hooks:
         for place, module in _nonlinear_places(model):
             if place == "softmax":
@@ -241,13 +226,13 @@ def _recorded(model: nn.Module) -> Iterator[list[NonlinearInput]]:
         yield readings
 
 
-def _read_input(readings: list[NonlinearInput], place: str, module: Any, arguments: Any) -> None:
+def _read_input(readings: list[Reading], place: str, module: Any, arguments: Any) -> None:
     spread = spread_of(module) if place == "norm" else NO_SPREAD
-    readings.append(NonlinearInput(place, arguments[0], spread))
+    readings.append((place, arguments[0], spread))
 
 
 def _read_scores(
-    readings: list[NonlinearInput], attention: Any, _qkv: Any, _arguments: Any, output: Tensor
+    readings: list[Reading], attention: Any, _qkv: Any, _arguments: Any, output: Tensor
 ) -> None:
     """Read what softmax is taken of from the output of timm's `qkv`: (b, n, 3 d) -> (b, h, n,
     n)."""
@@ -259,4 +244,4 @@ def _read_scores(
         query = attention.q_norm(query)
         key = attention.k_norm(key)
     scores = attention.scale * query @ key.transpose(-1, -2)
-    readings.append(NonlinearInput("softmax", scores, NO_SPREAD))
+    readings.append(("softmax", scores, NO_SPREAD))

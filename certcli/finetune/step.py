@@ -106,13 +106,6 @@ class Average(AveragedModel):
             net.load_state_dict(plain_weights)
 
 
-def of_shape(value: Tensor, stored: Tensor) -> Tensor:
-    """Return `stored`; ValueError where its shape is not that of `value`."""
-    message = f"{tuple(stored.shape)} is stored where {tuple(value.shape)} is expected"
-    raise_if(stored.shape != value.shape, ValueError, message)
-    return stored
-
-
 _APART = 0x9E3779B97F4A7C15
 """Difference of the seeds of two processes: far more than the number of steps."""
 
@@ -234,7 +227,3 @@ class Descent:
         # here, where all processes see it
         raise_if(not math.isfinite(value), Diverged, f"the loss became {value} at {where}")
         return value
-
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the penalty's vectors."""
-        return {} if self.penalty is None else {"penalty": dict(self.penalty.vectors)}

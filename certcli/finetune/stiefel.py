@@ -34,9 +34,6 @@ RETRACT_EVERY = 8
 """Steps between two cubic retractions: at lr 0.05 the error is below 1 % by then, and 1e-4 after
 the cubic step."""
 
-STACKED = 1 << 22
-"""Most entries of equally shaped matrices that move together: more would only cost memory."""
-
 _HALF_WIDTH = 128
 """Least n at which a bfloat16 product, conversions included, beats a float32 one on a CPU with
 AMX."""
@@ -107,12 +104,8 @@ class StiefelMuon(torch.optim.Optimizer):
                     state = self.state[parameter]
                     state.setdefault("step", 0)
                     alike[flat.shape, flat.dtype, flat.device, state["step"]].append(parameter)
-            for (shape, *_), parameters in alike.items():
-                together = max(1, STACKED // shape.numel())
-                for start in range(0, len(parameters), together):
-                    self._update(
-                        parameters[start : start + together], group["lr"], group["momentum"]
-                    )
+            for parameters in alike.values():
+                self._update(parameters, group["lr"], group["momentum"])
 
     def _update(self, parameters: list[Tensor], lr: float, momentum: float) -> None:
         """Step matrices of one shape, stacked: (c, m, n)."""

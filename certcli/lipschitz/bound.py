@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, real_sum
+from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real
 
 FEATURES = "features"
 LOGITS = "logits"
@@ -95,9 +95,9 @@ LAWS: Mapping[str, Callable[[Sequence[Real]], Real]] = {
     # f after g: Lip <= Lip(f) Lip(g)
     "composition": lambda parts: math.prod(parts, start=ONE),
     # f + g: Lip <= Lip(f) + Lip(g)
-    "sum": lambda parts: real_sum(list(parts)),
+    "sum": lambda parts: sum(parts, ZERO),
     # (f, g) side by side: |.|^2 adds, so Lip <= sqrt(Lip(f)^2 + Lip(g)^2)
-    "concatenation": lambda parts: real_sum([part * part for part in parts]).sqrt(),
+    "concatenation": lambda parts: sum([part * part for part in parts], ZERO).sqrt(),
     # a part of one tensor, or the tensor rearranged
     "same": lambda parts: max(ZERO, *parts),
     # the input itself

@@ -2,7 +2,6 @@
 
 from certcli.rounding import (  # noqa: F401 (for their decorators)
     executed_attention,
-    executed_deviations,
     executed_layers,
     executed_norms,
     executed_products,

@@ -36,24 +36,24 @@ from certcli.system.errors import (
 )
 from check.documents import read_text
 from tests.helpers.grids import crossed
+from tests.helpers.lipschitz_cases import f
 
 SIZE = (1, 2, 2)
 
 
-class Net(nn.Module):
-    """Two classes of four pixels, by what `changed` makes of them."""
+Logits = Callable[[Any, Tensor], Tensor]
 
-    def __init__(self, changed: Callable[[Tensor], Tensor] = lambda x: x) -> None:
-        super().__init__()
-        self.changed = changed
-        self.num_classes = 2
-        self.fc = nn.Linear(4, 2)
-        self.fc.weight.data = torch.tensor([[1.0] * 4, [-1.0] * 4])
-        self.fc.bias.data = torch.tensor([-1.5, 1.5])
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.flatten(1)
-        return self.fc(self.changed(x))
+def two_classes(forward: Logits = lambda m, x: m.parts[0](x.flatten(1))) -> nn.Module:
+    """Two classes of four pixels by one linear layer."""
+    layer = nn.Linear(4, 2)
+    layer.weight.data = torch.tensor([[1.0] * 4, [-1.0] * 4])
+    layer.bias.data = torch.tensor([-1.5, 1.5])
+    return f(forward, layer)
+
+
+def by(name: str) -> nn.Module:
+    return two_classes(lambda m, x: m.parts[0](BY[name](x.flatten(1))))
 
 
 BY: dict[str, Callable[[Tensor], Tensor]] = {
@@ -66,48 +66,35 @@ BY: dict[str, Callable[[Tensor], Tensor]] = {
 """What a network may depend on beside its pixels."""
 
 
-class ByMean(Net):
+def by_mean(m: Any, x: Tensor) -> Tensor:
     """The batch votes, behind one large logit."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        t = self.fc(x.flatten(1))[:, :1]
-        return torch.cat(
-            [t + 5 * (t.mean(0, keepdim=True).expand_as(t) - t), 0 * t, 0 * t - 1e6], 1
-        )
+    t = m.parts[0](x.flatten(1))[:, :1]
+    return torch.cat([t + 5 * (t.mean(0, keepdim=True).expand_as(t) - t), 0 * t, 0 * t - 1e6], 1)
 
 
-class ByMeanAside(ByMean):
+def by_mean_aside(m: Any, x: Tensor) -> Tensor:
     """The batch votes, behind a large number that moves with the image and is added to all logits."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)[:, :2] + 1e5 * x.flatten(1).mean(1, keepdim=True)
+    return by_mean(m, x)[:, :2] + 1e5 * x.flatten(1).mean(1, keepdim=True)
 
 
-class ByMeanElsewhere(ByMean):
+def by_mean_elsewhere(m: Any, x: Tensor) -> Tensor:
     """The batch votes, and a third class wins by far on the image without grey that replay sees."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        other = 4e7 * (functional.relu((2 * x.flatten(1) - 1).square().mean(1, keepdim=True) - 0.9))
-        return torch.cat([super().forward(x)[:, :2], other - 1e3], 1)
+    other = 4e7 * (functional.relu((2 * x.flatten(1) - 1).square().mean(1, keepdim=True) - 0.9))
+    return torch.cat([by_mean(m, x)[:, :2], other - 1e3], 1)
 
 
-class ByPlace(Net):
+def by_place(move: float, dtype: torch.dtype, fewest: int = 3, place: int = -1) -> nn.Module:
     """One logit of one image of a large batch moves, to one side, in one precision."""
 
-    def __init__(self, move: float, dtype: torch.dtype, least: int = 3, place: int = -1) -> None:
-        super().__init__()
-        self.move = move
-        self.dtype = dtype
-        self.least = least
-        self.place = place
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits = self.fc(x.flatten(1))
-        if len(x) < self.least or x.dtype != self.dtype:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        logits = m.parts[0](x.flatten(1))
+        if len(x) < fewest or x.dtype != dtype:
             return logits
         moved = torch.zeros_like(logits)
-        moved[self.place, 0] = self.move
+        moved[place, 0] = move
         return logits + moved
+
+    return two_classes(forward)
 
 
 def certificates(module: nn.Module, **options: Any) -> Any:
@@ -119,17 +106,24 @@ def certificates(module: nn.Module, **options: Any) -> Any:
 @pytest.mark.parametrize("name", ["precision", "limits"])
 def test_another_network_in_the_named_precision_is_refused(name: str) -> None:
     with pytest.raises(CertvitError, match="not the proven one"):
-        certificates(Net(BY[name]), arithmetic="float32")
-    assert len(certificates(Net(), arithmetic="float32")) == 8
+        certificates(by(name), arithmetic="float32")
+    assert len(certificates(two_classes(), arithmetic="float32")) == 8
 
 
 @pytest.mark.parametrize(
     "kind",
-    [lambda: Net(BY["batch"]), ByMean, ByMeanAside, ByMeanElsewhere],
+    [
+        lambda: by("batch"),
+        lambda: two_classes(by_mean),
+        lambda: two_classes(by_mean_aside),
+        lambda: two_classes(by_mean_elsewhere),
+    ],
     ids=["batch", "mean", "aside", "elsewhere"],
 )
 @pytest.mark.parametrize("options", [{}, {"method": "smoothing", "samples": 100}], ids=str)
-def test_logits_that_depend_on_the_batch_are_refused(kind: Callable[[], Net], options: Any) -> None:
+def test_logits_that_depend_on_the_batch_are_refused(
+    kind: Callable[[], nn.Module], options: Any
+) -> None:
     with pytest.raises(CertvitError, match=r"batch|images beside it"):
         certificates(kind(), **options)
 
@@ -139,7 +133,7 @@ def test_logits_that_depend_on_the_batch_are_refused(kind: Callable[[], Net], op
 def test_one_image_whose_logit_moves_to_one_side_refuses_the_batch(
     arithmetic: str, move: float
 ) -> None:
-    network = ByPlace(move, getattr(torch, arithmetic))
+    network = by_place(move, getattr(torch, arithmetic))
     with pytest.raises(CertvitError, match="batch"):
         certificates(network, method="lipschitz", arithmetic=arithmetic)
 
@@ -147,11 +141,11 @@ def test_one_image_whose_logit_moves_to_one_side_refuses_the_batch(
 @pytest.mark.parametrize("place", [0, 1, -1])
 def test_every_image_of_a_batch_is_compared_before_anything_is_bounded(place: int) -> None:
     """Whatever compares a batch with its images alone looks at all of them."""
-    network = ByPlace(1.0, torch.float64, 2, place)
+    network = by_place(1.0, torch.float64, 2, place)
     proven = bound_network(network.eval().double(), SIZE, 2)
     assert not proven.upper.finite
     assert "batch" in proven.bound.why
-    late = certvit.load(ByPlace(1.0, torch.float64, 3, place), mean=0.0, std=1.0, input_size=SIZE)
+    late = certvit.load(by_place(1.0, torch.float64, 3, place), mean=0.0, std=1.0, input_size=SIZE)
     with pytest.raises(CertvitError, match="in a batch of 3"):
         certvit.bounds(late, torch.rand(3, *SIZE), 0.01)
 
@@ -159,7 +153,7 @@ def test_every_image_of_a_batch_is_compared_before_anything_is_bounded(place: in
 @pytest.mark.parametrize("place", [0, 50, -1])
 def test_smoothing_compares_images_of_the_batches_that_it_draws(place: int) -> None:
     """The first, the one in the middle and the last."""
-    network = ByPlace(10.0, torch.float32, 65, place)
+    network = by_place(10.0, torch.float32, 65, place)
     with pytest.raises(CertvitError, match="images beside it"):
         certificates(network, method="smoothing", samples=200, n0=100, batch_size=100)
 
@@ -167,7 +161,7 @@ def test_smoothing_compares_images_of_the_batches_that_it_draws(place: int) -> N
 @pytest.mark.parametrize("name", ["large batch", "inference"])
 def test_smoothing_compares_the_batches_that_it_draws(name: str) -> None:
     with pytest.raises(CertvitError, match="images beside it"):
-        certificates(Net(BY[name]), method="smoothing", samples=200)
+        certificates(by(name), method="smoothing", samples=200)
 
 
 @pytest.mark.parametrize("method", ["local", "bcp", "local-lip"])
@@ -325,35 +319,24 @@ def test_an_image_is_right_whose_top_class_is_its_label() -> None:
     assert right_of(model, images, labels=labels + 1)[0] is False
 
 
-class OneImage(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x.reshape(1, 16))
-
-
-def one_image() -> PixelModel:
-    spec = InputSpec(WIDE, (0.5,), (0.5,))
-    return PixelModel(spec, OneImage()).double().eval().requires_grad_(False)
-
-
-def test_a_network_of_one_image_has_local_certificates_whatever_the_batch() -> None:
-    """It is run, and walked, for each image alone."""
-    model = one_image()
-    pixels = torch.rand(3, *WIDE)
-    tops = [int(model(x.double()).argmax(1)) for x in pixels.split(1)]
-    certifier = LocalCertifier(model, WIDE, Local("zonotope", at=[1e-3]))
-    assert certifier.at_once > 1
-    assert {row.radius > 1e-3 for row in certifier.batch(range(3), pixels, tops)} == {True}
-
-
-def test_a_network_of_one_image_is_refused_a_batch() -> None:
-    certifier = CERTIFIERS["lipschitz"](one_image())
-    assert len(found(certifier, torch.rand(1, *WIDE))) == 1
+def test_a_network_of_one_image_is_refused_a_batch_where_several_are_run() -> None:
+    model = (
+        PixelModel(
+            InputSpec(WIDE, (0.5,), (0.5,)),
+            f(lambda m, x: m.parts[0](x.reshape(1, 16)), nn.Linear(16, 3)),
+        )
+        .double()
+        .eval()
+        .requires_grad_(False)
+    )
+    images = torch.rand(2, *WIDE)
+    for name in ("lipschitz", "zonotope"):
+        assert len(found(CERTIFIERS[name](model), images[:1])) == 1
     with pytest.raises(NoBoundError, match="does not take 2 images"):
-        certifier.batch([0, 1], torch.rand(2, *WIDE), [0, 0])
+        CERTIFIERS["lipschitz"](model).batch([0, 1], images, [0, 0])
+    labels = [int(model(image).argmax()) for image in images.split(1)]
+    certifier = LocalCertifier(model, WIDE, Local(at=(1e-3,)))
+    assert all(row.radius > 1e-3 for row in certifier.batch([0, 1], images, labels))
 
 
 @pytest.mark.parametrize("std", [-0.5, 0.0, float("nan")])
@@ -407,6 +390,6 @@ def test_what_does_not_fit_is_refused_and_what_the_hint_names_fits(
 
 
 def test_a_measured_slope_lies_below_the_proven_bound_of_a_linear_network() -> None:
-    opened = certvit.load(Net(), mean=0.0, std=1.0, input_size=SIZE)
+    opened = certvit.load(two_classes(), mean=0.0, std=1.0, input_size=SIZE)
     slope = certvit.slope(opened, torch.rand(4, *SIZE)).value
     assert 0.999 * 8**0.5 < slope <= 8**0.5 <= float(certvit.bound(opened).upper)

@@ -12,7 +12,6 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from certcli.certify.forecast import SHORT, seconds_a_draw
 from certcli.certify.method_choice import (
     ENCLOSED,
     HOPELESS,
@@ -29,33 +28,6 @@ from certcli.models import build
 from certcli.models.open import open_checkpoint
 from certcli.models.origins import Hints
 from tests.helpers.commands import attempt
-
-
-class Machine:
-    """A clock, and batches of draws that move it: once some seconds, then some for each draw."""
-
-    def __init__(self, each: float, once: float = 0.0) -> None:
-        self.each = each
-        self.once = once
-        self.now = 0.0
-        self.batches: list[int] = []
-
-    def run(self, rows: int) -> None:
-        self.batches.append(rows)
-        self.now += self.once + self.each * rows
-        self.once = 0.0
-
-    def clock(self) -> float:
-        return self.now
-
-
-@pytest.mark.parametrize("each", [1e-4, 3e-3, 0.4, 1.9, 45.0])
-@pytest.mark.parametrize("once", [0.0, 0.3, 20.0])
-def test_the_estimate_is_the_cost_of_a_draw(each: float, once: float) -> None:
-    machine = Machine(each, once)
-    assert seconds_a_draw(machine.run, 128, machine.clock) == pytest.approx(each)
-    assert machine.now <= once + 2 * SHORT + 3 * each
-    assert max(machine.batches) <= 128
 
 
 def certifier(workshop: Path) -> SmoothingCertifier:

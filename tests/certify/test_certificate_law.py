@@ -37,6 +37,7 @@ from certcli.system.errors import DataError, NoBoundError
 from certcli.system.registry import Entry
 from tests.certify.test_local_lip import SIZE, climbed
 from tests.helpers.grids import EVERY
+from tests.helpers.lipschitz_cases import f
 
 COUNT = 6
 ALPHA = 0.001
@@ -81,21 +82,6 @@ def tied() -> nn.Sequential:
     return net
 
 
-class Attending(nn.Module):
-    """Six tokens of six pixels, L2 attention beside a stream that cancels, their mean."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.head = (
-            L2Attention(AttentionShape(6, 2, 3, True, 6, True)),
-            nn.Linear(6, 4),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(1, 2)
-        return self.head((tokens + self.attention(tokens)).mean(dim=1))
-
-
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: chain(2),
     "relu": lambda: chain(16, 16, 4),
@@ -106,7 +92,12 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "tiny_huge": lambda: scaled(2.0**-300, 2.0**300, 2.0**4),
     "denormal": lambda: scaled(1.0, 2.0**-1050, 2.0**1000),
     "tied": tied,
-    "attention": Attending,
+    # six tokens of six pixels, L2 attention beside a stream that cancels, their mean
+    "attention": lambda: f(
+        lambda m, x: m.parts[1]((x.flatten(1, 2) + m.parts[0](x.flatten(1, 2))).mean(dim=1)),
+        L2Attention(AttentionShape(6, 2, 3, True, 6, True)),
+        nn.Linear(6, 4),
+    ),
 }
 
 

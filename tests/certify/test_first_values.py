@@ -30,6 +30,7 @@ from tests.certify.test_certificate_law import law_network
 from tests.certify.test_local_lip import SIZE
 from tests.helpers.attack_nets import NORMS, exact_distances
 from tests.helpers.grids import EVERY, crossed
+from tests.helpers.lipschitz_cases import f
 
 PIXELS = (0.0, 1e-3, 0.04, 0.5, 0.96, 1 - 1e-3, 1.0)
 RADII = (5e-4, 0.03, 0.31, 0.9)
@@ -153,23 +154,13 @@ def test_no_radius_is_beyond_where_a_linear_network_changes_its_class(
 TWO_PIXELS = (1, 1, 2)
 
 
-class Tokens(nn.Module):
-    """Each pixel as a token of 4 entries."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(1, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.embed(x.flatten(2).transpose(1, 2))
-
-
 BODIES = {
     "affine": lambda: [nn.Flatten(), nn.Linear(2, 3)],
     "ReLU": lambda: [nn.Flatten(), nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3)],
     "GELU": lambda: [nn.Flatten(), nn.Linear(2, 8), nn.GELU(), nn.Linear(8, 3)],
     "attention": lambda: [
-        Tokens(),
+        # each pixel as a token of 4 entries
+        f(lambda m, x: m.parts[0](x.flatten(2).transpose(1, 2)), nn.Linear(1, 4)),
         Attention(4, num_heads=2, qkv_bias=True),
         nn.Flatten(),
         nn.Linear(8, 3),

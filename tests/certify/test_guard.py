@@ -36,6 +36,7 @@ from certcli.system.errors import NoBoundError, UsageError
 from certcli.system.torch_modes import SETTINGS
 from tests.helpers import commands
 from tests.helpers.grids import EVERY
+from tests.helpers.lipschitz_cases import f
 
 SIZE = (1, 4, 4)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -299,14 +300,6 @@ def test_no_certificate_of_a_class_that_single_images_do_not_have(method: str) -
     assert [row.prediction for row in rows] == [0] * len(pixels)
 
 
-class Drawn(nn.Module):
-    """The number of the draw -> class 0 for those that choose the class, class 1 for all others."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = (x.flatten(1)[:, :1] < 20).float()
-        return torch.cat([first, 1 - first], dim=1)
-
-
 def test_draws_that_chose_the_class_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     def numbered(
         pixels: Tensor, sigma: float, seed: int, names: Any, samples: Any, *rest: Any
@@ -315,7 +308,9 @@ def test_draws_that_chose_the_class_are_not_counted(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(noise, "noisy", numbered)
     settings = Smoothing(sigma=0.25, samples=21, n0=20, alpha=0.5)
-    certifier = SmoothingCertifier(Drawn(), 2, settings, torch.device("cpu"))
+    # the number of the draw -> class 0 for those that choose the class, class 1 for all others
+    drawn = f(lambda m, x: nn.functional.one_hot((x.flatten(1)[:, 0] >= 20).long(), 2).float())
+    certifier = SmoothingCertifier(drawn, 2, settings, torch.device("cpu"))
     (row,) = certifier.batch([0], torch.zeros(1, *SIZE), [0])
     assert row.radius == 0
     assert row.prediction is None

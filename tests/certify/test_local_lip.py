@@ -18,6 +18,7 @@ from certcli.lipschitz.network import prove_network
 from certcli.models.pixels import PixelModel
 from certcli.nn.layers import ClippedReLU, MaxMin
 from tests.helpers.grids import EVERY
+from tests.helpers.lipschitz_cases import f
 
 SIZE = (1, 6, 6)
 CLASSES = 4
@@ -33,20 +34,6 @@ def conv(activation: type[nn.Module] = nn.ReLU) -> nn.Module:
     return nn.Sequential(
         *layers, nn.Flatten(), nn.Linear(72, 24), activation(), nn.Linear(24, CLASSES)
     )
-
-
-class Functional(nn.Module):
-    """As the reference networks are written: flatten and relu as functions, two affine maps in a
-    row.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(1, 4, 2, stride=2), nn.Linear(36, 12)
-        self.third, self.last = nn.Linear(12, 10), nn.Linear(10, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.relu(self.third(self.second(self.first(x).flatten(1)))))
 
 
 def passing() -> nn.Module:
@@ -68,7 +55,14 @@ NETWORKS = {
         nn.Flatten(), nn.Linear(36, 16), MaxMin(), nn.Linear(16, 16), MaxMin(), nn.Linear(16, 4)
     ),
     "passing": passing,
-    "functional": Functional,
+    # as the reference networks are written: flatten and relu as functions, two affine maps in a row
+    "functional": lambda: f(
+        lambda m, x: m.parts[3](torch.relu(m.parts[2](m.parts[1](m.parts[0](x).flatten(1))))),
+        nn.Conv2d(1, 4, 2, stride=2),
+        nn.Linear(36, 12),
+        nn.Linear(12, 10),
+        nn.Linear(10, CLASSES),
+    ),
     "linear": lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, CLASSES)),
 }
 

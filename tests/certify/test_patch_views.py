@@ -18,6 +18,7 @@ from certcli.certify.patch.passes import NONE, MaskedPasses
 from certcli.evaluation.threat import Patch
 from certcli.models.pixels import Grid, KeptTokens, PixelModel, SeenPart, band_views, seen_part
 from certcli.system.errors import UsageError
+from tests.helpers.lipschitz_cases import f
 from tests.helpers.patches import GRID, ONE_IMAGE, half_normalised, patch_places, views_as_pixels
 
 
@@ -193,20 +194,14 @@ def test_hidden_pixels_do_not_enter(hide: str) -> None:
     assert torch.equal(part(pixels, views), part(other, views))
 
 
-class Company(nn.Module):
-    """Logits that depend on the place in the batch, as those of a kernel may."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(64, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(x.flatten(1)) + 1e-6 * torch.arange(len(x))[:, None]
-
-
 def test_passes_that_depend_on_their_company_need_a_lead() -> None:
     torch.manual_seed(0)
-    part = SeenPart(half_normalised(Company(), (1, 8, 8)), Grid(8, 8, (1, 1)))
+    # logits that depend on the place in the batch, as those of a kernel may
+    company = f(
+        lambda m, x: m.parts[0](x.flatten(1)) + 1e-6 * torch.arange(len(x))[:, None],
+        nn.Linear(64, 3),
+    )
+    part = SeenPart(half_normalised(company, (1, 8, 8)), Grid(8, 8, (1, 1)))
     defence = DoubleMasking(part.grid, [Patch(2, 2)], 2)
     passes = MaskedPasses(part, defence.views, 4)
     assert passes.determinism.difference > 0
@@ -220,23 +215,14 @@ def test_passes_that_depend_on_their_company_need_a_lead() -> None:
     assert all(not one.proven for one in defence.certify(passes, pixels, labels))
 
 
-class Scaled(nn.Module):
-    """By the brightest pixel of the batch: a patch in one pass darkens all others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(36, 2)
-        self.head.weight.data = torch.full((2, 36), 0.05) * torch.tensor([[1.0], [-1.0]])
-        self.head.bias.data = torch.tensor([-0.7, 0.7])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scaled = x / (x.max() + 1e-3)
-        return self.head(scaled.flatten(1))
-
-
 @pytest.mark.parametrize("rows", [2, 8])
 def test_passes_that_move_with_what_lies_beside_them_are_refused(rows: int) -> None:
-    part = SeenPart(half_normalised(Scaled(), (1, 6, 6)), Grid(6, 6, (1, 1)))
+    head = nn.Linear(36, 2)
+    head.weight.data = torch.full((2, 36), 0.05) * torch.tensor([[1.0], [-1.0]])
+    head.bias.data = torch.tensor([-0.7, 0.7])
+    # by the brightest pixel of the batch: a patch in one pass darkens all others
+    scaled = f(lambda m, x: m.parts[0]((x / (x.max() + 1e-3)).flatten(1)), head)
+    part = SeenPart(half_normalised(scaled, (1, 6, 6)), Grid(6, 6, (1, 1)))
     defence = DoubleMasking(part.grid, [Patch(2, 2)], 3)
     with pytest.raises(UsageError, match="depend on the images beside it"):
         MaskedPasses(part, defence.views, rows)

@@ -247,8 +247,7 @@ def test_files_of_an_effort_that_earlier_versions_had_say_what_to_do(
     plain = workshop / "plain.safetensors"
     done = attempt("verify", written(tmp_path / "f.jsonl", [head, *rows]), plain)
     assert getattr(done.exception, "code", 0) == 6, done.output
-    assert "no effort 'norms'" in str(done.exception)
-    assert getattr(done.exception, "hint", "") == "certify again"
+    assert "unknown effort 'norms'" in str(done.exception)
     net = tmp_path / "net.safetensors"
     certvit("certify", plain, "--method", "local", "--limit", 1, "-e", 0.001, "-o", net)
     checkpoint = Checkpoint.read(net)
@@ -262,7 +261,7 @@ def test_files_of_an_effort_that_earlier_versions_had_say_what_to_do(
     assert "radii linf" in evidence_sentence(entry)
     told = document("verify", tmp_path / "old.safetensors", code=7)
     whys = {claim["why"] for claim in told["claims"] if claim["status"] == "unverified"}
-    assert any("no effort 'norms'" in why for why in whys), told
+    assert any("unknown effort 'norms'" in why for why in whys), told
 
 
 @pytest.mark.parametrize(

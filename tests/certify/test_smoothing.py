@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from certcli.certify.options import FARTHEST, HOPELESS, UNLIKELY, Smoothing
 from certcli.certify.smoothing import noise
-from certcli.certify.smoothing.method import CACHED, STATED, SmoothingCertifier, _chance_of_so_few
+from certcli.certify.smoothing.method import STATED, SmoothingCertifier, _chance_of_so_few
 from certcli.certify.smoothing.noise import Classifier, smoothed_classifier
 from certcli.cli.shared.output import Sink
 from certcli.evaluation.evidence import method_of
@@ -366,21 +366,6 @@ def test_where_memory_ends_batches_are_halved_and_nothing_changes() -> None:
     assert wide.remark == "" != narrow.remark
     with pytest.raises(torch.OutOfMemoryError):
         SmoothingCertifier(Never(), 2, settings, CPU).batch([0], pixels[:1], [1])
-
-
-@pytest.mark.parametrize(("side", "largest"), [(8, 64), (182, CACHED)])
-def test_photographs_run_in_batches_that_stay_in_the_caches(side: int, largest: int) -> None:
-    class Sized(Plane):
-        sizes: ClassVar[set[int]] = set()
-
-        def forward(self, pixels: Tensor) -> Tensor:
-            self.sizes.add(len(pixels))
-            return super().forward(pixels)
-
-    settings = Smoothing(sigma=0.3, n0=10, samples=400, batch_size=64)
-    net = Sized()
-    SmoothingCertifier(net, 2, settings, CPU).batch([0], torch.rand(1, 1, side, side), [1])
-    assert max(net.sizes) == largest
 
 
 def test_what_is_done_to_pixels_in_the_cache_is_what_is_done_to_them_at_once() -> None:

@@ -4,6 +4,7 @@ records, and interrupted.
 
 import functools
 import itertools
+import math
 
 import msgspec
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from certcli.certify.branched import Branched, Splits, replay
 from certcli.certify.certificate import RecheckSettings
 from certcli.certify.local import NOTHING_OPEN, LocalCertifier
-from certcli.certify.options import Local
+from certcli.certify.options import Effort, Local
 from certcli.enclosure.zonotopes.ascent import Ascent, proven
 from certcli.enclosure.zonotopes.backward import Node, descend, least
 from certcli.enclosure.zonotopes.branching import BranchSearch, Limit
@@ -296,15 +297,18 @@ def test_a_network_without_an_open_unit_is_told() -> None:
     assert certifier.remark == NOTHING_OPEN
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
-def test_no_time_is_refused(seconds: float) -> None:
-    with pytest.raises(UsageError, match="--seconds"):
-        Local("branch", seconds=seconds)
-
-
-def test_seconds_are_of_branching_alone() -> None:
-    with pytest.raises(UsageError, match="--effort branch"):
-        Local("backward", seconds=9.0)
+@pytest.mark.parametrize(
+    ("effort", "seconds", "named"),
+    [
+        *(("branch", seconds, "--seconds") for seconds in (0.0, -1.0, math.nan, math.inf)),
+        ("backward", 9.0, "--effort branch"),
+    ],
+)
+def test_seconds_are_some_and_of_branching_alone(
+    effort: Effort, seconds: float, named: str
+) -> None:
+    with pytest.raises(UsageError, match=named):
+        Local(effort, seconds=seconds)
 
 
 def test_branching_names_what_has_no_relaxation() -> None:

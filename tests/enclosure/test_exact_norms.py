@@ -1,5 +1,6 @@
 """LayerNorm's enclosure and both sides of its deviation beside 50 digits."""
 
+from collections.abc import Callable
 from decimal import Decimal, localcontext
 
 import pytest
@@ -74,12 +75,28 @@ def test_the_exact_norm_lies_inside(name: str, eps: float, size: float) -> None:
                 assert Decimal(float(least)) <= y / exact <= Decimal(float(most))
 
 
-@pytest.mark.parametrize("length", [1e-170, 1e170])
-def test_a_row_whose_square_no_float_holds_is_refused(length: float) -> None:
-    x = along_a_line(length * ROWS["a few"].double(), 0.0)
-    for run in (lambda: layer_norm(x, Spread(0.0), None, None), lambda: _deviation(x, 0.0)):
-        with pytest.raises(Unbounded):
-            run()
+UNBOUNDED: dict[str, tuple[Tensor, Callable[[Form], object]]] = {
+    **{
+        f"{side}, {length:g}": (length * ROWS["a few"].double(), run)
+        for length in (1e-170, 1e170)
+        for side, run in (
+            ("norm", lambda x: layer_norm(x, Spread(0.0), None, None)),
+            ("deviation", lambda x: _deviation(x, 0.0)),
+        )
+    },
+    "an eps that underflows": (ROWS["a few"], lambda x: Direction.of(x, 1e-322)),
+    "one row without a direction": (
+        ROWS["a few"],
+        lambda x: _deviation(x.linear(lambda t: torch.cat([t, 0 * t], -2)), 0.0),
+    ),
+}
+"""Rows whose square no float holds, and others."""
+
+
+@pytest.mark.parametrize(("row", "run"), UNBOUNDED.values(), ids=UNBOUNDED)
+def test_what_has_no_bound_is_refused(row: Tensor, run: Callable[[Form], object]) -> None:
+    with pytest.raises(Unbounded):
+        run(along_a_line(row, 0.0))
 
 
 @pytest.mark.parametrize("eps", EPS)
@@ -92,13 +109,6 @@ def test_a_row_that_stands_still_is_known_up_to_rounding(name: str, eps: float) 
     assert float(above.centre - below.centre) < 1e-12 * float(above.centre)
 
 
-def test_an_eps_that_underflows_is_refused() -> None:
-    x = along_a_line(ROWS["a few"], 0.0)
-    assert Direction.of(x, 1e-190).kappa > 0
-    with pytest.raises(Unbounded):
-        Direction.of(x, 1e-322)
-
-
 def test_inner_products_of_many_entries_lose_as_much_as_their_terms_say() -> None:
     n = 512
     x = along_a_line(torch.ones(n), 0.0)
@@ -109,12 +119,6 @@ def test_inner_products_of_many_entries_lose_as_much_as_their_terms_say() -> Non
     weight, bias = torch.ones(1, n).double(), torch.zeros(1).double()
     heads = signs(x, Spread(0.0), weight, bias, bias, center=False)
     assert float(heads.slack) >= n * 2.0**-53 * n
-
-
-def test_one_row_without_a_direction_refuses_all() -> None:
-    both = along_a_line(ROWS["a few"], 0.0).linear(lambda t: torch.cat([t, 0 * t], -2))
-    with pytest.raises(Unbounded):
-        _deviation(both, 0.0)
 
 
 @pytest.mark.parametrize("turn", [0.0, 1e-9, 0.3, 40.0])

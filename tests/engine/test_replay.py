@@ -107,18 +107,6 @@ def batch_mean(net: Net, x: Tensor) -> Tensor:
     return x + 9 * x.mean(0, keepdim=True)
 
 
-def constant_0() -> nn.Module:
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.constant_0 = nn.Parameter(torch.full((8,), 50.0))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x.reshape(-1, 4, 8) * torch.full((8,), 0.1, dtype=x.dtype)) * self.constant_0
-
-    return Named()
-
-
 def hooked(before: bool) -> nn.Module:
     net = Net(lambda m, x: m.act(x), act=nn.ReLU())
     if before:
@@ -170,7 +158,13 @@ TRACES: dict[str, Case] = {
     "batch": (lambda: Net(batch_mean), "batch"),
     "rolled into the next image": (lambda: Net(lambda m, x: x.roll(3)), "batch"),
     "not a number": (lambda: Net(lambda m, x: 2 * x + float("nan")), "finite"),
-    "a parameter called constant_0": (constant_0, None),
+    "a parameter called constant_0": (
+        lambda: Net(
+            lambda m, x: x.reshape(-1, 4, 8) * torch.full((8,), 0.1).to(x) * m.constant_0,
+            constant_0=nn.Parameter(torch.full((8,), 50.0)),
+        ),
+        None,
+    ),
 }
 
 

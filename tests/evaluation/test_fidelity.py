@@ -234,12 +234,12 @@ def test_what_is_written_keeps_enough_whatever_trials_said(
     monkeypatch.setattr(
         keep, "constrain_to", lambda *args: [] if args[1].tolerance == keep.ROUGH else exact(*args)
     )
-    found = keep.constrain_keeping(
+    results, fidelity = keep.constrain_keeping(
         calibration, settings.ConstrainSettings(ridge=0.3), share, judges
     )
-    assert found.fidelity == judges.compare(judges.logits(net))
-    assert found.fidelity.agreement >= share
-    if not found.results:
+    assert fidelity == judges.compare(judges.logits(net))
+    assert fidelity.agreement >= share
+    if not results:
         assert all(
             torch.equal(net.get_submodule(path).weight, weight)
             for path, weight in originals.items()

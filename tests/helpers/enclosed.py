@@ -21,6 +21,7 @@ from certcli.enclosure.zonotopes.space import rules
 from certcli.engine.trace import executed
 from certcli.evaluation.perturbation import Norm
 from certcli.models.pixels import PixelModel
+from tests.helpers.grids import EVERY
 from tests.helpers.reached import Entry, recorded
 from tests.helpers.slopes import IMAGE
 
@@ -29,7 +30,9 @@ ROUNDED = 1e-13
 ROWS = 4
 """Sums of a tensor's entries that are bounded by going back, where a walk has a tape."""
 FEW = 64
-"""Margins up to this number are bounded by search as well; of more logits these are looked at for slopes."""
+"""Of more logits these are looked at for slopes."""
+SEARCHED = FEW if EVERY else 12
+"""Margins up to this number are bounded by search as well."""
 
 
 @dataclass
@@ -158,7 +161,7 @@ def _zonotopes(around: Callable[[Tensor, float], Form]) -> Walk:
         logits = row.model(pixels)[0]
         places = witnesses_near(row.model, start, count)
         walked = Walked(int(logits.argmax()), places, local.ending.trace)
-        further = optimised if len(logits) <= FEW else nothing_further
+        further = optimised if len(logits) <= SEARCHED else nothing_further
         with suppress(Unbounded), recorded(rules) as reached:
             walked.bounds = local.margins(start, walked.label, walked.watch, further)
         row.reached |= reached

@@ -20,7 +20,7 @@ from certcli.lipschitz.numerics.trainable import TrainableArithmetic, convolutio
 from certcli.models import build
 from certcli.models.pixels import PixelModel
 from tests.helpers.grids import spaced
-from tests.helpers.lipschitz_cases import RULES
+from tests.helpers.lipschitz_cases import RULES, f
 from tests.helpers.lipschitz_cases import build_row as build_rule
 from tests.helpers.nodes import claims_of_row
 from tests.helpers.slopes import IMAGE
@@ -83,26 +83,15 @@ def test_reference_networks_reach_the_proven_pairs_from_below(name: str) -> None
     assert float(ratio.max()) <= 1 + 1e-5  # float32 weights and products here
 
 
-class Convolutions(nn.Module):
-    """Overlapping, strided, grouped, dilated and transposed convolutions, then a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            nn.Conv2d(2, 6, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(6, 4, 4, stride=2, padding=1, groups=2),
-            nn.ReLU(),
-        )
-        self.head = nn.Linear(4 * 16, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x).flatten(1))
-
-
 def test_gradients_are_those_of_finite_differences() -> None:
     torch.manual_seed(0)
-    net = Convolutions().double().eval()
+    layers = [
+        nn.Conv2d(2, 6, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(6, 4, 4, 2, 1, groups=2),
+        nn.ReLU(),
+    ]
+    net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64, 3)).double().eval()
     traced, arithmetic = trace_network(net, (2, 8, 8)), TrainableArithmetic(CPU, iterations=300)
 
     def value() -> Tensor:
@@ -229,19 +218,13 @@ def test_bounds_beyond_float32_train(loss: str, scale: float) -> None:
 
 
 def test_one_function_called_twice_in_a_module_keeps_two_vectors() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = (
-                nn.Parameter(torch.randn(16, 16)),
-                nn.Parameter(5 * torch.randn(16, 16)),
-            )
-
-        def forward(self, x: Tensor) -> Tensor:
-            return functional.linear(functional.linear(x.flatten(1), self.a).relu(), self.b)
-
     torch.manual_seed(0)
-    net = Twice().double().eval()
+    net = f(
+        lambda m, x: functional.linear(functional.linear(x.flatten(1), m.a).relu(), m.b),
+        a=torch.randn(16, 16),
+        b=5 * torch.randn(16, 16),
+    )
+    net = net.double().eval()
     traced = trace_network(net, (1, 4, 4))
     arithmetic = TrainableArithmetic(CPU)
     for _ in range(3):

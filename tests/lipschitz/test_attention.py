@@ -26,13 +26,9 @@ from tests.nn.test_attention import CPU, PLACES, WIDTH, Lone, attention_network,
 
 def test_unbounded_rows_leave_untied_values_without_a_bound() -> None:
     """The engine knows no size of a tensor that was padded with numbers."""
-
-    class Padded(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.pad(x, (0, 1), value=7.0)[..., :-1]
-
+    padded = f(lambda m, x: nn.functional.pad(x, (0, 1), value=7.0)[..., :-1])
     attention = REPLACEMENTS.load("l2-untied-value-attention")(PLACES["tokens"]())
-    result = bound_network(Lone(attention, norm=Padded()).eval(), (8, WIDTH), 3)
+    result = bound_network(Lone(attention, norm=padded).eval(), (8, WIDTH), 3)
     assert not result.upper.finite
     assert "untied values" in result.bound.why
 
@@ -44,26 +40,14 @@ def _two_tokens(kind: str, **weights: Tensor) -> nn.Module:
     return attention
 
 
-class Biased(nn.Module):
-    """Tokens in [-span / 2, span / 2]^2, from pixels in [0, 1], and constants added to their
-    scores.
-    """
-
-    def __init__(self, attention: nn.Module, mask: Tensor, span: float = 8.0) -> None:
-        super().__init__()
-        self.attention = attention
-        self.span = span
-        self.register_buffer("mask", mask.double().unsqueeze(0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(self.span * (x - 0.5), mask=self.mask)
-
-
 def test_positive_position_biases_exceed_the_constant_without_positions() -> None:
     """Two tokens that prefer each other by 10: slopes of 10 are found, c_2 is below 3. Theorem 6.2
     counts b.
     """
-    net = Biased(_two_tokens("l2-attention", query=torch.eye(2)), 10 * (1 - torch.eye(2))).eval()
+    mask = 10 * (1 - torch.eye(2, dtype=torch.float64))[None]
+    attention = _two_tokens("l2-attention", query=torch.eye(2))
+    # tokens in [-4, 4]^2, from pixels in [0, 1], and constants added to their scores
+    net = f(lambda m, x: m.parts[0](8.0 * (x - 0.5), mask=mask), attention).eval()
     root = 2**0.25  # z = q / dh^(1/4)
     tokens = (
         root
@@ -81,19 +65,12 @@ AXES = torch.linalg.qr(torch.cat([torch.ones(8, 1), torch.eye(8)[:, :7]], dim=1)
 """Orthonormal directions of tokens without mean: what a norm leaves as it is."""
 
 
-class Normed(nn.Module):
+def normed(attention: nn.Module, mask: Tensor | None = None) -> nn.Module:
     """Tokens of length at most sqrt 8: a norm with a floor makes them of pixels, linearly, with the
     slope 1 / FLOOR.
     """
-
-    def __init__(self, attention: nn.Module, mask: Tensor | None = None) -> None:
-        super().__init__()
-        self.norm = FloorNorm(8, FLOOR)
-        self.attention = attention
-        self.options = {} if mask is None else {"mask": mask.double().unsqueeze(0)}
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(self.norm(x), **self.options)
+    options = {} if mask is None else {"mask": mask.double().unsqueeze(0)}
+    return f(lambda m, x: m.parts[1](m.parts[0](x), **options), FloorNorm(8, FLOOR), attention)
 
 
 def pixels(tokens: Tensor) -> Tensor:
@@ -153,7 +130,7 @@ def test_no_term_of_dot_product_attention_can_be_spared(term: str) -> None:
     of sqrt(n/2) R |c|.
     """
     attention, tokens, share = _no_term_to_spare()[term]
-    net = Normed(attention).double().eval()
+    net = normed(attention).double().eval()
     found, _ = slope_at(net, pixels(tokens))
     bound = float(bound_network(net, tuple(tokens.shape), 3).upper)
     assert share * bound <= found <= bound
@@ -177,7 +154,7 @@ def test_no_factor_of_scores_from_the_image_can_be_spared() -> None:
     attention = f(added, *(nn.Linear(8, 1, bias=False) for _ in rows))
     for part, row in zip(attention.parts, rows, strict=True):
         part.weight = nn.Parameter(row[None])
-    net = Normed(attention).double().eval()
+    net = normed(attention).double().eval()
     slope, _ = slope_at(net, pixels(8**0.5 * torch.stack([e, -e])))
     assert slope <= float(bound_network(net, (2, 8), 3).upper) <= 1.001 * slope
 
@@ -195,7 +172,7 @@ def _l2(kind: str, distance: float, mask: Tensor) -> nn.Module:
     for name, size in (("query", 8**0.25 * distance / 8**0.5), ("value", 1.0), ("proj", 1.0)):
         if hasattr(attention, name):
             attention.get_submodule(name).weight.copy_(size * torch.eye(8))
-    return Normed(attention, mask).double().eval()
+    return normed(attention, mask).double().eval()
 
 
 @pytest.mark.parametrize("kind", ["l2-attention", "l2-untied-value-attention"])
@@ -263,18 +240,11 @@ def test_a_token_that_sees_only_itself_is_averaged_with_nothing() -> None:
     assert attention.query.weight.grad.isfinite().all()
 
 
-class Copies(nn.Module):
+def copies(attention: nn.Module, mask: Tensor | None) -> nn.Module:
     """One sequence as three windows, of which the first is returned: the input repeated costs
     sqrt(3).
     """
-
-    def __init__(self, attention: nn.Module, mask: Tensor | None) -> None:
-        super().__init__()
-        self.attention = attention
-        self.mask = mask
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x.expand(3, -1, -1), mask=self.mask)[:1]
+    return f(lambda m, x: m.parts[0](x.expand(3, -1, -1), mask=mask)[:1], attention)
 
 
 @pytest.mark.parametrize("n", [2, 7, 49])
@@ -284,7 +254,7 @@ class Copies(nn.Module):
 def test_position_biases_of_zero_cost_nothing(name: str, n: int) -> None:
     attention = REPLACEMENTS.load(name)(PLACES["tokens"]()).eval()
     without, zeros = (
-        bound_network(Copies(attention, mask).eval(), (n, WIDTH), 2).upper
+        bound_network(copies(attention, mask).eval(), (n, WIDTH), 2).upper
         for mask in (None, torch.zeros(3, n, n))
     )
     # 1e-8: the outward rounding of the general constants
@@ -293,7 +263,7 @@ def test_position_biases_of_zero_cost_nothing(name: str, n: int) -> None:
     if name == "l2-attention":
         attention.query.weight.data.copy_(torch.eye(WIDTH))
         attention.proj.weight.data.copy_(torch.eye(WIDTH))
-        tied = bound_network(Copies(attention, None).eval(), (n, WIDTH), 2).upper
+        tied = bound_network(copies(attention, None).eval(), (n, WIDTH), 2).upper
         assert float(tied) == pytest.approx(3**0.5 * l2_mixing_constant(n), rel=1e-8)
 
 

@@ -26,6 +26,7 @@ from certcli.lipschitz.numerics.arithmetic import lambert_w_upper
 from certcli.lipschitz.numerics.convolution import Geometry, conv_norm
 from certcli.nn.attention import AttentionShape
 from certcli.nn.attention_variants import L2Attention
+from tests.helpers.lipschitz_cases import f
 
 D = 6
 DH = 3
@@ -82,15 +83,7 @@ def test_kims_formula_as_printed_is_exceeded_and_our_bound_is_not() -> None:
     # |W_V| = |W_O| = 1: then `proj` is W_O W_h^T W_V / sqrt(dh), of norm 20 / sqrt(3)
     attention.proj.weight.data = 20 / 3**0.5 * orthonormal(D, DH).contiguous()
 
-    class Lone(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attn = attention
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.attn(x)
-
-    net = Lone().eval()
+    net = f(lambda m, x: m.parts[0](x), attention).eval()
     # two tokens torn between each other: |q_0 - q_1|^2 / sqrt(dh) = r with r / (1 + e^r) at its
     # largest
     apart = (
@@ -152,25 +145,19 @@ def test_lnformers_formula_forgets_the_values() -> None:
     assert found == pytest.approx(3.0, rel=1e-12)
 
 
-class PreNorm(nn.Module):
+def pre_norm(norm: nn.Module | None = None) -> nn.Module:
     """x + W LN(x), half of a block of timm's ViT."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(D, eps=1e-6)
-        self.linear = nn.Linear(D, D, bias=False)
-        self.linear.weight.data = 0.1 * orthonormal(D, D)
-        self.double().eval()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(self.norm(x))
+    linear = nn.Linear(D, D, bias=False)
+    linear.weight.data = 0.1 * orthonormal(D, D)
+    norm = norm or nn.LayerNorm(D, eps=1e-6)
+    return f(lambda m, x: x + m.parts[1](m.parts[0](x)), norm, linear).double().eval()
 
 
 def test_a_layer_norm_does_not_count_as_one() -> None:
     """At a token with equal features its slope is 1/sqrt(eps) = 1,000; blocks counted as |W| + 1
     are exceeded.
     """
-    net = PreNorm()
+    net = pre_norm()
     grey = torch.full((1, D), 0.5, dtype=torch.float64)
     found = slope(lambda x: net(x.unsqueeze(0))[0], grey)
     assert found > 50 * (1 + 0.1)
@@ -187,8 +174,7 @@ def test_a_layer_norm_does_not_map_to_the_unit_interval() -> None:
 
 def test_a_product_of_spectral_norms_bounds_no_residual_network() -> None:
     """Scaman and Virmaux's product is for chains of layers: x + W x has more than |W|."""
-    net = PreNorm()
-    net.norm = nn.Identity()
+    net = pre_norm(nn.Identity())
     x = torch.zeros(1, D, dtype=torch.float64)
     product = math.prod(value for _, value in autolip(net, []))
     assert slope(lambda x: net(x.unsqueeze(0))[0], x) > 5 * product
@@ -209,12 +195,7 @@ def test_groups_of_a_convolution_are_no_product() -> None:
 
 def test_an_unknown_layer_does_not_count_as_one() -> None:
     """exp has slope e at 1. What has no theorem has no bound, and is named."""
-
-    class Exponential(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.exp()
-
-    result = bound_network(nn.Sequential(nn.Flatten(), Exponential()).eval(), (1, 2, 2), 4)
+    result = bound_network(f(lambda m, x: x.flatten(1).exp()).eval(), (1, 2, 2), 4)
     assert not result.upper.finite
     assert "exp" in result.bound.why
     assert slope(torch.exp, torch.ones(1, dtype=torch.float64)) > 2.7
@@ -222,7 +203,7 @@ def test_an_unknown_layer_does_not_count_as_one() -> None:
 
 def test_a_sampled_slope_is_no_constant() -> None:
     """A hundred random images show a slope below 2; a grey one shows 100."""
-    net = PreNorm()
+    net = pre_norm()
     images = torch.rand(100, 1, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     sampled = float(jacobian_norms(net, images, 30).max())
     grey = slope(lambda x: net(x.unsqueeze(0))[0], torch.full((1, D), 0.5, dtype=torch.float64))

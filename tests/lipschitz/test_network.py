@@ -264,13 +264,8 @@ def convit(part: str, module: nn.Module) -> nn.Module:
     return of_tokens(nn.LayerNorm(8, eps=0.1), attention)
 
 
-class Times(nn.Module):
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.factor
+def times(factor: float) -> nn.Module:
+    return f(lambda m, x: x * factor)
 
 
 OPTIONS: dict[str, Case] = {
@@ -295,14 +290,14 @@ OPTIONS: dict[str, Case] = {
         "'addmm'",
     ),
     "normalised, turned and padded": (
-        lambda: nn.Sequential(PixelNormalize((0.4, 0.6), (0.2, 0.5)), Times(-2.0), nn.Conv2d(2, 3, 3, padding=1)), None,
+        lambda: nn.Sequential(PixelNormalize((0.4, 0.6), (0.2, 0.5)), times(-2.0), nn.Conv2d(2, 3, 3, padding=1)), None,
     ),
     "softplus with a jump": (lambda: nn.Sequential(nn.Softplus(beta=2.0, threshold=0.5)), "threshold"),
     "softplus as torch has it": (
-        lambda: nn.Sequential(statistics(nn.BatchNorm2d(2)), Times(40.0), nn.Softplus()), "threshold",
+        lambda: nn.Sequential(statistics(nn.BatchNorm2d(2)), times(40.0), nn.Softplus()), "threshold",
     ),
-    "softplus without": (lambda: nn.Sequential(Times(40.0), nn.Softplus(threshold=50.0)), None),
-    "softplus at rest in float32": (lambda: nn.Sequential(Times(40.0), nn.Softplus()).float(), None),
+    "softplus without": (lambda: nn.Sequential(times(40.0), nn.Softplus(threshold=50.0)), None),
+    "softplus at rest in float32": (lambda: nn.Sequential(times(40.0), nn.Softplus()).float(), None),
     "pooling of nothing": (
         lambda: f(lambda m, x: functional.max_pool2d(x[..., :1, :1], 2, 1, 1, dilation=2)), "padding",
     ),
@@ -327,8 +322,8 @@ OPTIONS: dict[str, Case] = {
     "counted in integers": (lambda: f(lambda m, x: (3 * x).sum(dtype=torch.int64).double()[None] * 9), "int64"),
     "averaged in half precision": (lambda: f(lambda m, x: x.mean((2, 3), dtype=torch.float16)), "float16"),
     "softmax in half precision": (lambda: f(lambda m, x: x.softmax(-1, dtype=torch.float16).double()), "float16"),
-    "ConViT, loud dropout": (lambda: convit("attn_drop", Times(50.0)), "division"),
-    "ConViT, loud end": (lambda: convit("proj_drop", Times(50.0)), "division"),
+    "ConViT, loud dropout": (lambda: convit("attn_drop", times(50.0)), "division"),
+    "ConViT, loud end": (lambda: convit("proj_drop", times(50.0)), "division"),
     "matrix transpose": (lambda: f(lambda m, x: x.mT.flatten(1)), None),
     "a number reshaped": (lambda: f(lambda m, x: x.sum().reshape(1, 1)), None),
     "a number viewed and kept": (lambda: f(lambda m, x: x.mean().view(1).expand(1, 3)), None),

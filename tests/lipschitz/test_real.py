@@ -18,7 +18,7 @@ from certcli.lipschitz.bound import bound_document
 from certcli.lipschitz.network import bound_network
 from certcli.lipschitz.numerics.arithmetic import Arithmetic, Matrix
 from certcli.lipschitz.numerics.outward import frobenius_norm
-from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real, real_sum
+from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
 from tests.helpers.slopes import IMAGE
 
 mantissas = st.floats(0.5, 1.0, exclude_max=True)
@@ -105,10 +105,6 @@ def test_zero_and_infinity_have_one_form_and_other_numbers_none() -> None:
     for wrong in (-1.0, math.nan):
         with pytest.raises(ValueError, match="not a number >= 0"):
             Real(wrong)
-
-
-def test_sum_of_nothing_is_zero() -> None:
-    assert real_sum([]) == ZERO
 
 
 def test_a_bound_beyond_float64_differs_from_none_in_json() -> None:

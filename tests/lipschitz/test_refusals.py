@@ -2,8 +2,9 @@
 no traceback.
 """
 
+import math
 from collections.abc import Callable
-from types import MethodType
+from typing import Any
 
 import pytest
 import torch
@@ -55,46 +56,24 @@ class LouderMaxMin(MaxMin):
         return 100 * super().forward(x)
 
 
-def attending(change: Callable[[TokenMaxMin], object], soft: bool = False) -> nn.Module:
+def changed(net: nn.Module, change: Callable[[Any], object]) -> nn.Module:
+    """Return the network, changed after it was made."""
+    change(net)
+    return net
+
+
+def head() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(32, 3), nn.Linear(3, 3))
+
+
+def attending(change: Callable[[Any], object], soft: bool = False) -> nn.Module:
     """Return a network of one attention, changed after it was made."""
-    mixing = TokenMaxMin(4, 8, 1, across=4, soft=soft)
-    change(mixing)
+    mixing = changed(TokenMaxMin(4, 8, 1, across=4, soft=soft), change)
     return Net(lambda m, x: m.mixing(x.reshape(-1, 4, 8)).flatten(1)[:, :3], mixing=mixing)
 
 
-def with_hook() -> nn.Module:
-    net = nn.Sequential(nn.Flatten(), nn.Linear(32, 3))
-    net[1].register_forward_hook(lambda module, inputs, output: 100 * output)
-    return net
-
-
-def in_training() -> nn.Module:
-    net = nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(32, 3)).eval()
-    net[1].train()
-    return net
-
-
-def patched() -> nn.Module:
-    net = nn.Sequential(nn.Flatten(), nn.Linear(32, 3))
-    net[1].forward = MethodType(lambda self, x: functional.linear(x, self.weight).exp(), net[1])
-    return net
-
-
-def patched_convolution() -> nn.Module:
-    net = nn.Sequential(nn.Conv2d(2, 2, 3), nn.Flatten())
-    net[0]._conv_forward = lambda x, weight, bias: functional.conv2d(x, weight, bias).exp()
-    return net
-
-
-def attention_with_replaced_part() -> nn.Module:
-    attention = timm_layers.Attention(8, 2)
-    attention.qkv = Louder(8, 24)
-    return Net(lambda m, x: m.attention(x.reshape(1, 4, 8)), attention=attention)
-
-
-def far_positions() -> nn.Module:
-    odd = L2Attention(AttentionShape(8, 2, 4, True, 8, True, gated=True))
-    nn.init.constant_(odd.pos_proj.bias, -2e5)
+def of_rows(odd: nn.Module) -> nn.Module:
+    """Return a network of one module on four tokens of eight entries."""
     return Net(lambda m, x: m.odd(x.reshape(-1, 4, 8)), odd=odd)
 
 
@@ -157,16 +136,17 @@ def turned(
     return change(scores).softmax(dim=-1) @ rows
 
 
-def infinite(net: nn.Module, what: str = "weight") -> nn.Module:
-    for name, parameter in net.named_parameters():
-        if name.endswith(what):
-            parameter.data.view(-1)[0] = float("inf")
-    return net
-
-
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "hook": (with_hook, "1 has a forward hook"),
-    "training": (in_training, "1 is in training mode"),
+    "hook": (
+        lambda: changed(
+            head(), lambda net: net[1].register_forward_hook(lambda *args: 100 * args[2])
+        ),
+        "1 has a forward hook",
+    ),
+    "training": (
+        lambda: changed(head().eval(), lambda net: net[1].train()),
+        "1 is in training mode",
+    ),
     "temperature without end": (
         lambda: attending(lambda m: nn.init.constant_(m.pair.log_temperature, 1e4), soft=True),
         "a temperature that is 0 or infinite",
@@ -177,8 +157,16 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         ),
         "has a forward hook",
     ),
-    "patched forward": (patched, "exp"),
-    "patched helper": (patched_convolution, "exp"),
+    "patched forward": (
+        lambda: changed(head(), lambda net: setattr(net[1], "forward", lambda x: x[:, :3].exp())),
+        "exp",
+    ),
+    "patched helper": (
+        lambda: changed(
+            nn.Conv2d(2, 2, 3), lambda conv: setattr(conv, "_conv_forward", lambda x, *_: x.exp())
+        ),
+        "exp",
+    ),
     "overridden helper": (lambda: HiddenConv(2, 2, 3), "exp"),
     "unknown operation": (lambda: Net(lambda m, x: m.head(x.exp()), head=nn.Flatten()), "exp"),
     "unknown module": (lambda: Net(lambda m, x: m.odd(x), odd=nn.LPPool2d(3.0, 2)), "odd"),
@@ -292,10 +280,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "constant keys or values",
     ),
     "windows that are not those of the positions": (
-        lambda: Net(
-            lambda m, x: m.odd(x.reshape(-1, 4, 8)),
-            odd=L2Attention(AttentionShape(8, 2, 4, True, 8, True, (1, 1))),
-        ),
+        lambda: of_rows(L2Attention(AttentionShape(8, 2, 4, True, 8, True, (1, 1)))),
         "windows of another size",
     ),
     "a token that does not see itself": (
@@ -305,7 +290,15 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         ),
         "does not see itself",
     ),
-    "positional scores of -2e5": (far_positions, "positional scores beyond 1e5"),
+    "positional scores of -2e5": (
+        lambda: of_rows(
+            changed(
+                L2Attention(AttentionShape(8, 2, 4, True, 8, True, gated=True)),
+                lambda odd: nn.init.constant_(odd.pos_proj.bias, -2e5),
+            )
+        ),
+        "positional scores beyond 1e5",
+    ),
     "two outputs": (lambda: Net(lambda m, x: (x, x)), "something other than one tensor"),
     "mask of the image": (lambda: Net(lambda m, x: torch.where(x.bool(), x, 2.0)), "bool"),
     "row masked altogether": (lambda: Net(masked_row), "masked altogether"),
@@ -364,12 +357,15 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "does not run",
     ),
     "infinite weights": (
-        lambda: infinite(nn.Sequential(nn.Flatten(), nn.Linear(32, 5))),
+        lambda: changed(head(), lambda net: net[1].weight.data[0].fill_(math.inf)),
         "infinite",
     ),
-    "infinite kernel": (lambda: infinite(nn.Sequential(nn.Conv2d(2, 2, 3))), "infinite"),
+    "infinite kernel": (
+        lambda: changed(nn.Conv2d(2, 2, 3), lambda conv: conv.weight.data[0].fill_(math.inf)),
+        "infinite",
+    ),
     "infinite bias": (
-        lambda: infinite(nn.Sequential(nn.Flatten(), nn.Linear(32, 5), nn.Linear(5, 5)), "bias"),
+        lambda: changed(head(), lambda net: net[1].bias.data[0].fill_(math.inf)),
         "infinite",
     ),
 }
@@ -391,7 +387,11 @@ FOLLOWED: dict[str, Callable[[], nn.Module]] = {
     # what a rule would misread is traced through instead: the factor of 100 must be in the bound
     "overridden pair": lambda: attending(lambda m: setattr(m, "pair", LouderMaxMin())),
     "overridden forward": lambda: Net(lambda m, x: m.loud(x.flatten(1)), loud=Louder(32, 3)),
-    "replaced part of attention": attention_with_replaced_part,
+    "replaced part of attention": lambda: of_rows(
+        changed(
+            timm_layers.Attention(8, 2), lambda attention: setattr(attention, "qkv", Louder(8, 24))
+        )
+    ),
 }
 
 

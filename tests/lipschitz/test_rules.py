@@ -8,9 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from certcli.engine import curves
 from certcli.engine.table import unchanged
 from certcli.lipschitz.bound import check_proof_laws
 from certcli.lipschitz.context import rules
@@ -104,53 +102,6 @@ def test_linear_maps_are_folded_to_their_exact_norm(name: str) -> None:
     assert float(bound_network(net, IMAGE, 3).upper) <= steepest_jacobian(net, steps=1) * (
         1 + EXACT[name]
     )
-
-
-SLOPES: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
-    "gelu": (functional.gelu, curves.GELU.slope),
-    "gelu-tanh": (lambda x: functional.gelu(x, approximate="tanh"), curves.GELU_TANH.slope),
-    "silu": (functional.silu, curves.SILU.slope),
-    "quick-gelu": (lambda x: x * torch.sigmoid(1.702 * x), curves.SILU.slope),
-    "mish": (functional.mish, curves.MISH.slope),
-    "selu": (functional.selu, curves.SELU.slope),
-    "hard-swish": (functional.hardswish, curves.HARD_SWISH.slope),
-}
-
-
-@pytest.mark.parametrize("name", SLOPES)
-def test_slope_constants_are_above_the_largest_slope_and_close_to_it(name: str) -> None:
-    function, constant = SLOPES[name]
-    # 0 left out: the corner of SELU; beyond 12 all slopes lie within 1e-4 of 0 or 1
-    x = torch.linspace(-12, 12, 480_001, dtype=torch.float64)[1::2].requires_grad_(True)
-    (slopes,) = torch.autograd.grad(function(x).sum(), x)
-    largest = float(slopes.abs().max())
-    # between grid points of distance h = 1e-4 a slope is at most h/2 sup|f''| higher, and sup|f''|
-    # < 1 where f is smooth; at a maximum that is smooth the excess is h^2, below 1e-8
-    assert largest - 1e-8 <= constant <= largest * 1.0002
-
-
-@pytest.mark.parametrize("name", ["GELU", "GELU_TANH", "SILU", "SIGMOID", "TANH"])
-def test_further_derivatives_are_bounded(name: str) -> None:
-    """Points lie 1e-4 apart, and 0 is one. The fourth derivative is below 8, so that the third is
-    4e-4 higher at most between them (sigmoid's and tanh's largest is at 0). Beyond 6 they fall.
-    """
-    shape: curves.Curve = getattr(curves, name)
-    point = torch.linspace(-6, 6, 120_001, dtype=torch.float64).requires_grad_(True)
-    values = {
-        "GELU": functional.gelu,
-        "GELU_TANH": lambda x: functional.gelu(x, approximate="tanh"),
-        "SILU": lambda x: x * torch.sigmoid(x),
-        "SIGMOID": torch.sigmoid,
-        "TANH": torch.tanh,
-    }[name](point)
-    largest = []
-    for _ in range(3):
-        (values,) = torch.autograd.grad(values.sum(), point, create_graph=True)
-        largest.append(float(values.detach().abs().max()))
-    assert largest[0] <= shape.slope
-    assert largest[1] <= shape.bend
-    at_zero = name in ("SIGMOID", "TANH")
-    assert largest[2] + (0.0 if at_zero else 4e-4) <= shape.third + 1e-12 * at_zero
 
 
 def cancelling_batch_norm() -> nn.Module:

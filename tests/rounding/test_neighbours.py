@@ -55,48 +55,41 @@ from tests.helpers.executions import (
     require_within,
 )
 from tests.helpers.grids import EVERY, crossed
-from tests.helpers.lipschitz_cases import build_row
+from tests.helpers.lipschitz_cases import build_row, f
 from tests.helpers.slopes import IMAGE
 
 EXECUTED = [name for name in get_args(Arithmetic) if name != REAL]
 
 
-class Tokens(nn.Module):
+def tokens(*parts: nn.Module, residual: nn.Module | None = None, mean: bool = False) -> nn.Module:
     """(b, 1, 6, 6) -> six tokens of six features -> parts -> a linear head on all of them or on
     their mean.
     """
+    joins = [] if residual is None else [residual]
 
-    def __init__(
-        self, *parts: nn.Module, residual: nn.Module | None = None, mean: bool = False
-    ) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-        self.residual = residual
-        self.mean = mean
-        self.position = nn.Parameter(torch.randn(6, 6))
-        self.token = nn.Parameter(torch.randn(1, 1, 6))
-        self.head = nn.Linear(6 if mean else 42, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.flatten(1, 2) + self.position
-        x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = torch.cat([m.token.expand(len(x), -1, -1), x.flatten(1, 2) + m.position], dim=1)
         before = x
-        for part in self.parts:
+        for part in m.parts[: len(parts)]:
             x = part(x)
-        if self.residual is not None:
-            x = self.residual(before, x)
+        if residual is not None:
+            x = m.parts[-2](before, x)
         elif x.shape == before.shape:
             x = before + 0.5 * x
-        return self.head(x.mean(dim=1) if self.mean else x.flatten(1))
+        return m.parts[-1](x.mean(dim=1) if mean else x.flatten(1))
+
+    position, token = torch.randn(6, 6), torch.randn(1, 1, 6)
+    head = nn.Linear(6 if mean else 42, 5)
+    return f(forward, *parts, *joins, head, position=position, token=token)
 
 
-class Divided(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.divisor = nn.Parameter(torch.rand(6) + 0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.roll((x / 0.7) / self.divisor, 2, 1).unflatten(-1, (2, 3)).flatten(-2).mul(1.3)
+def divided() -> nn.Module:
+    return f(
+        lambda m, x: (
+            torch.roll((x / 0.7) / m.divisor, 2, 1).unflatten(-1, (2, 3)).flatten(-2).mul(1.3)
+        ),
+        divisor=torch.rand(6) + 0.1,
+    )
 
 
 def trained(norm: nn.Module) -> nn.Module:
@@ -161,22 +154,22 @@ CASES: dict[str, Callable[[], nn.Module]] = {
                                 nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 8), trained(nn.BatchNorm1d(8)),
                                 nn.Hardtanh(-0.3, 0.7), nn.Linear(8, 5)),
     "average pooling": lambda: images(nn.Conv2d(1, 4, 3), nn.AvgPool2d(2, 1), nn.Flatten(), nn.Linear(36, 5)),
-    "division": lambda: Tokens(Divided()),
+    "division": lambda: tokens(divided()),
     "GELU": lambda: images(nn.Flatten(), nn.Linear(36, 12), nn.GELU(), nn.Linear(12, 5)),
     "tanh GELU": lambda: images(nn.Flatten(), nn.Linear(36, 12), nn.GELU("tanh"), nn.Linear(12, 5)),
-    "LayerNorm": lambda: Tokens(nn.LayerNorm(6, eps=0.1)),
-    "LayerNorm of steep slope": lambda: Tokens(nn.Linear(6, 6), nn.LayerNorm(6, eps=1e-5)),
-    "FloorNorm": lambda: Tokens(floor()),
-    "CenterNorm": lambda: Tokens(CenterNorm(6)),
-    "LayerScale": lambda: Tokens(nn.Linear(6, 6), LayerScale(6, 0.3)),
-    "mean": lambda: Tokens(nn.Linear(6, 6), mean=True),
-    "convex residual": lambda: Tokens(nn.Linear(6, 6), residual=ConvexResidual()),
-    "weighted residual": lambda: Tokens(nn.Linear(6, 6), residual=WeightedResidual()),
-    "attention": lambda: Tokens(floor(), attention()),
-    "sharp attention": lambda: Tokens(floor(), sharp(attention(), "qkv")),
-    "L2 attention": lambda: Tokens(floor(), l2()),
-    "L2 attention on any tokens": lambda: Tokens(sharp(l2(), "query")),
-    "a block": lambda: Tokens(floor(), l2(), floor(), nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)),
+    "LayerNorm": lambda: tokens(nn.LayerNorm(6, eps=0.1)),
+    "LayerNorm of steep slope": lambda: tokens(nn.Linear(6, 6), nn.LayerNorm(6, eps=1e-5)),
+    "FloorNorm": lambda: tokens(floor()),
+    "CenterNorm": lambda: tokens(CenterNorm(6)),
+    "LayerScale": lambda: tokens(nn.Linear(6, 6), LayerScale(6, 0.3)),
+    "mean": lambda: tokens(nn.Linear(6, 6), mean=True),
+    "convex residual": lambda: tokens(nn.Linear(6, 6), residual=ConvexResidual()),
+    "weighted residual": lambda: tokens(nn.Linear(6, 6), residual=WeightedResidual()),
+    "attention": lambda: tokens(floor(), attention()),
+    "sharp attention": lambda: tokens(floor(), sharp(attention(), "qkv")),
+    "L2 attention": lambda: tokens(floor(), l2()),
+    "L2 attention on any tokens": lambda: tokens(sharp(l2(), "query")),
+    "a block": lambda: tokens(floor(), l2(), floor(), nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)),
 }  # fmt: skip
 
 
@@ -420,15 +413,13 @@ def test_what_an_attack_finds_is_judged_by_the_network_in_the_arithmetic_of_the_
 
 
 def test_a_constant_that_the_network_computes_is_refused_by_name() -> None:
-    class Computing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shift, self.head = nn.Parameter(torch.randn(36)), nn.Linear(36, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(x.flatten(1) + self.shift.erf())
-
-    model = network(Computing)
+    model = network(
+        lambda: f(
+            lambda m, x: m.parts[0](x.flatten(1) + m.shift.erf()),
+            nn.Linear(36, 3),
+            shift=torch.randn(36),
+        )
+    )
     with pytest.raises(NoRule, match="a constant that the network computes"):
         NeighbourErrors(model, SIZE, PRECISIONS["float32"])
     bound = prove_network(model, 3)
@@ -471,7 +462,7 @@ def test_a_network_that_stores_other_numbers_is_another(name: str, words: str) -
 
 
 def test_an_eps_that_vanishes_is_named() -> None:
-    model = network(lambda: Tokens(nn.LayerNorm(6, eps=1e-6), attention()))
+    model = network(lambda: tokens(nn.LayerNorm(6, eps=1e-6), attention()))
     with pytest.raises(
         NoRule, match=r"parts\.1 .*eps 1e-06 of .*parts\.0 vanishes in fp16.*--arithmetic float32"
     ):

@@ -29,9 +29,11 @@ from certcli.lipschitz.numerics.arithmetic import Arithmetic
 from certcli.lipschitz.numerics.convolution import Geometry
 from certcli.lipschitz.numerics.real import INF, as_real
 from certcli.lipschitz.numerics.spectral import spectral_norms
+from certcli.models.pixels import PixelNormalize
 from certcli.nn.attention import AttentionShape
 from certcli.nn.attention_variants import ConvAttention
 from certcli.nn.blocks import FloorNorm
+from certcli.nn.layers import OrthogonalMixing
 from certcli.rounding import PRECISIONS, NeighbourErrors, arithmetics
 from certcli.rounding.arithmetics import FLOAT64, BlockMap, LinearMap, Precision, Stored, largest
 from certcli.rounding.neighbours import _floats
@@ -54,8 +56,6 @@ from tests.rounding.test_operations import (
     followed,
     given,
     l2,
-    mixing,
-    pixels,
 )
 
 X, FIXED = Followed(0, TOKENS), Constant(draw(*TOKENS))
@@ -70,7 +70,19 @@ MASKS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "causal": (TOKENS, {"is_causal": True}),
     "four axes": ((2, *TOKENS), {}),
 }
+
+
+def mixing() -> nn.Module:
+    return given(OrthogonalMixing(7, WIDTH, 2))
+
+
 WEIGHTS = {attention: "qkv", l2: "query", cosine: "query", mixing: "maps.1"}
+
+
+def pixels(deviation: float = 1.0) -> nn.Module:
+    module = PixelNormalize((0.3,), (0.7,)).double()
+    module.std.mul_(deviation)
+    return module
 
 
 class Other(nn.Linear):

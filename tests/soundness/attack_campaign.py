@@ -13,9 +13,8 @@ coverage_campaign.py counts how often.
 
 import itertools
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
@@ -54,7 +53,7 @@ from tests.enclosure.test_zonotope_networks import OPTIONS as VITS
 from tests.enclosure.test_zonotope_networks import network as vision_transformer
 from tests.helpers.executions import logits_of_executions, representable
 from tests.rounding.test_neighbours import CASES
-from tests.soundness.edits import asked_for
+from tests.soundness.edits import Found, asked_for
 
 STEPS = 20
 JUDGED = 5
@@ -189,19 +188,12 @@ COUNTED_ELSEWHERE = ("smoothing",)
 """Methods whose certificates may be wrong, with a probability: coverage_campaign.py."""
 
 
-@dataclass
-class Seen:
-    """attacks by (method, row); the largest share of a margin that an attack took, by method; what
-    broke.
-    """
+CLAIMED = "claims of"
+"""With a method, the key of the number of its claims; attacks are counted by method and row."""
 
-    attacks: Counter[tuple[str, str]] = field(default_factory=Counter)
-    claims: Counter[str] = field(default_factory=Counter)
-    taken: dict[str, float] = field(default_factory=dict)
-    broken: list[str] = field(default_factory=list)
 
-    def of(self, method: str) -> int:
-        return sum(count for (its, _), count in self.attacks.items() if its == method)
+def attacks_of(seen: Found, method: str) -> int:
+    return sum(count for (its, _), count in seen.tried.items() if its == method)
 
 
 def pixels_of(size: tuple[int, int, int], seed: int, count: int = IMAGES) -> Tensor:
@@ -341,7 +333,7 @@ class Balls:
 
 
 def attack_balls(
-    row: Row, certifier: Certifier, model: PixelModel, pixels: Tensor, seed: int, seen: Seen
+    row: Row, certifier: Certifier, model: PixelModel, pixels: Tensor, seed: int, seen: Found
 ) -> None:
     claims = claims_of(certifier, model, pixels)
     if not claims:
@@ -351,7 +343,8 @@ def attack_balls(
     images = pixels[[claim.index for claim in claims]]
     two = model(images).topk(2, dim=1).values
     shares = 1 - least / (two[:, 0] - two[:, 1])
-    seen.taken[row.method] = max(seen.taken.get(row.method, 0.0), float(shares.max()))
+    key = row.method, "margin"
+    seen.tightest[key] = max(seen.tightest.get(key, 0.0), float(shares.max()))
     for claim, margin, lost in zip(claims, least.tolist(), fell.tolist(), strict=True):
         if lost or not (margin > 0 or certifier.arithmetic not in (REAL, "float64")):
             seen.broken.append(
@@ -360,7 +353,7 @@ def attack_balls(
 
 
 def attack_patches(
-    row: Row, certifier: Certifier, model: PixelModel, pixels: Tensor, seed: int, seen: Seen
+    row: Row, certifier: Certifier, model: PixelModel, pixels: Tensor, seed: int, seen: Found
 ) -> None:
     """Black, white, noise and what gradients of the passes that see the patch make of noise, at
     many places.
@@ -394,12 +387,12 @@ def attack_patches(
             seen.broken.append(f"patch {row.name}, seed {seed}: image {claim.index}, {patch}")
 
 
-def note(row: Row, claims: int, attacks: int, seen: Seen) -> None:
-    seen.attacks[row.method, row.name] += attacks
-    seen.claims[row.method] += claims
+def note(row: Row, claims: int, attacks: int, seen: Found) -> None:
+    seen.tried[row.method, row.name] += attacks
+    seen.tried[CLAIMED, row.method] += claims
 
 
-def attack_row(row: Row, seed: int, seen: Seen) -> None:
+def attack_row(row: Row, seed: int, seen: Found) -> None:
     """One network of a row, its images and their certificates."""
     model = row.network(seed)
     try:
@@ -423,28 +416,28 @@ def rounds(method: str) -> Iterator[tuple[Row, int]]:
 def attack_campaign() -> int:
     methods = list(dict.fromkeys(row.method for row in ROWS))
     asked = asked_for(__doc__ or "", attacks=100_000, method=tuple(methods))
-    seen = Seen()
+    seen = Found()
     for method in [asked.method] if asked.method else methods:
         first = next(row.name for row in ROWS if row.method == method)
         for row, seed in rounds(method):
-            if seen.of(method) >= asked.attacks or seen.broken:
+            if attacks_of(seen, method) >= asked.attacks or seen.broken:
                 break
             attack_row(row, asked.seed + seed, seen)
             if row.name == first:
-                print(f"seed {asked.seed + seed}: {method} {seen.of(method):,}", flush=True)
-        for (its, name), count in sorted(seen.attacks.items()):
+                print(
+                    f"seed {asked.seed + seed}: {method} {attacks_of(seen, method):,}", flush=True
+                )
+        for (its, name), count in sorted(seen.tried.items()):
             if its == method:
                 print(f"{method} {name}: {count:,}")
-        taken = (
-            f", {seen.taken[method]:.6f} of a margin taken at most" if method in seen.taken else ""
-        )
+        claims = seen.tried[CLAIMED, method]
+        taken = seen.tightest.get((method, "margin"), 0.0)
         print(
-            f"{method}: {seen.of(method):,} attacks on {seen.claims[method]:,} certificates{taken}",
+            f"{method}: {attacks_of(seen, method):,} attacks on {claims:,} certificates, "
+            f"{taken:.6f} of a margin taken at most",
             flush=True,
         )
-    for line in seen.broken:
-        print(f"VIOLATED: {line}")
-    return 1 if seen.broken else 0
+    return seen.ended()
 
 
 if __name__ == "__main__":

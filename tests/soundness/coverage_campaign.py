@@ -40,7 +40,7 @@ from certcli.images.labelled import Images
 from certcli.models.pixels import PixelModel
 from certcli.system.processes import ALONE, Team
 from tests.cli.test_processes import together
-from tests.soundness.edits import asked_for
+from tests.soundness.edits import Found, asked_for
 
 CPU = torch.device("cpu")
 SIGMA = 0.5
@@ -204,10 +204,9 @@ def arranged(
     return rows[1], "; ".join(wrong)
 
 
-def drawn_coverage(runs: int, seed: int) -> bool:
-    """Coverage of certificates whose noise is drawn; tell whether all is well."""
+def drawn_coverage(runs: int, seed: int, seen: Found) -> None:
+    """Coverage of certificates whose noise is drawn."""
     seeds = itertools.count(seed)
-    well = True
     for precision, stop, true in itertools.product(PRECISIONS, ARRANGED, DRAWN_AT):
         wrong = done = 0
         each = -(-runs // (len(PRECISIONS) * len(ARRANGED) * len(DRAWN_AT)))
@@ -218,18 +217,11 @@ def drawn_coverage(runs: int, seed: int) -> bool:
             wrong += wrong_ones(found, true)
             done += len(found)
             if fault:
-                well = False
-                print(f"VIOLATED: {precision}, {stop}, radius {true}: {fault}")
+                seen.broken.append(f"{precision}, {stop}, radius {true}: {fault}")
+        told = f"{precision}, {stop}, radius {true}: {wrong / done:.3%} of {done:,} runs are wrong"
         if stats.binom.sf(wrong - 1, done, settings.alpha) < RARE:
-            well = False
-            print(
-                f"VIOLATED: {precision}, {stop}, radius {true}: {wrong} of {done} certificates are wrong"
-            )
-        print(
-            f"{precision}, {stop}, radius {true}: {wrong / done:.3%} of {done:,} runs are wrong",
-            flush=True,
-        )
-    return well
+            seen.broken.append(told)
+        print(told, flush=True)
 
 
 def wrong_ones(found: Sequence[Certificate], true: float) -> int:
@@ -238,11 +230,12 @@ def wrong_ones(found: Sequence[Certificate], true: float) -> int:
 
 def coverage_campaign() -> int:
     asked = asked_for(__doc__ or "", runs=10_000_000, drawn=False)
+    seen = Found()
     if asked.drawn:
-        return 0 if drawn_coverage(asked.runs, asked.seed) else 1
+        drawn_coverage(asked.runs, asked.seed, seen)
+        return seen.ended()
     each = -(-asked.runs // (len(SETTINGS) * len(TRUE)))
     pixels = torch.zeros(BATCH, 1, 1, 1)
-    broken = 0
     runs = 0
     seeds = itertools.count(asked.seed)
     for values in SETTINGS:
@@ -259,16 +252,13 @@ def coverage_campaign() -> int:
             runs += each
             worst = max(worst, (wrong / each, true, stated))
             if stats.binom.sf(wrong - 1, each, settings.alpha) < RARE:
-                broken += 1
-                print(
-                    f"VIOLATED: {values}, radius {true}: {wrong} of {each} certificates are wrong"
-                )
+                seen.broken.append(f"{values}, radius {true}: {wrong} of {each} are wrong")
         share, true, stated = worst
         print(
             f"{values}: at radius {true} {share:.3%} of {each:,} runs are wrong, {stated:,} certify; {runs:,} runs",
             flush=True,
         )
-    return 1 if broken else 0
+    return seen.ended()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Random edits of JSON, of bytes and of ONNX files, and the campaigns that count how a program ends on them."""
 
 import argparse
-import collections
 import contextlib
 import copy
 import itertools
@@ -10,7 +9,9 @@ import math
 import random
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from certcli.models.onnx.call import READERS
@@ -309,7 +310,7 @@ def campaign(
         certvit's own.
     """
     rng = random.Random(seed)
-    outcomes = collections.Counter[str]()
+    outcomes = Counter[str]()
     findings = list[str]()
     for number in range(count):
         try:
@@ -342,6 +343,24 @@ def asked_for(purpose: str, **defaults: Any) -> argparse.Namespace:
         usual = {"type": type(value), "default": value}
         parser.add_argument(f"--{name}", **kinds.get(type(value), usual))
     return parser.parse_args()
+
+
+@dataclass
+class Found:
+    """What a campaign saw: counts of what was tried, the largest share by what it is of, what was
+    refused, and what broke the laws.
+    """
+
+    tried: Counter[Any] = field(default_factory=Counter)
+    tightest: dict[tuple[str, str], float] = field(default_factory=dict)
+    refused: Counter[str] = field(default_factory=Counter)
+    broken: list[str] = field(default_factory=list)
+
+    def ended(self) -> int:
+        """Print what is broken, and return the exit code of the campaign."""
+        for line in self.broken:
+            print(f"VIOLATED: {line}")
+        return int(bool(self.broken))
 
 
 EDGES = (0.999, 0.9, 0.5, 0.1)

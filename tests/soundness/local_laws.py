@@ -4,9 +4,7 @@ succeeds within a radius.
 What a domain refuses is counted.
 """
 
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -26,6 +24,7 @@ from certcli.engine.tracer import Untraceable
 from certcli.evaluation.threat import Norm
 from certcli.system.errors import NoBoundError
 from tests.helpers.enclosure_cases import square_symbols
+from tests.soundness.edits import Found
 from tests.soundness.local_programs import CLASSES, SIZE, program
 
 STARTS = 3
@@ -34,18 +33,6 @@ STEPS = 8
 RADII = (1e-3, 1e-2, 0.05, 0.2, 0.8)
 NODES_AT = (1e-6, 1e-3, 3e-2, 0.3)
 """Radii at which every node is checked."""
-
-
-@dataclass
-class Found:
-    """What the laws saw: counts of what was tried, the largest share by domain and rule, and what
-    broke them.
-    """
-
-    tried: Counter[str] = field(default_factory=Counter)
-    tightest: dict[tuple[str, str], float] = field(default_factory=dict)
-    refused: Counter[str] = field(default_factory=Counter)
-    broken: list[str] = field(default_factory=list)
 
 
 def values_of_nodes(traced: Trace, pixels: Tensor) -> dict[fx.Node, Any]:

@@ -11,7 +11,6 @@ their tightest ratio of slope to bound; exits 1 at a claim that does not hold.
 
 import sys
 import time
-from collections import Counter
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from certcli.engine.tracer import Untraceable
 from tests.helpers.lipschitz_cases import RULES, build_row
 from tests.helpers.nodes import Claims
 from tests.helpers.slopes import IMAGE, steepest_jacobian
-from tests.soundness.edits import asked_for, bands
+from tests.soundness.edits import Found, asked_for, bands
 from tests.soundness.local_programs import SIZE, program
 
 PAIRS = 400
@@ -59,12 +58,12 @@ def slopes_of_pairs(net: nn.Module, seed: int) -> Tensor:
 
 def slope_campaign() -> int:
     asked = asked_for(__doc__ or "", checks=1_000_000)
-    checked: Counter[str] = Counter()
+    found = Found()
+    checked = found.tried
     tightest = dict.fromkeys(RULES, 0.0)
-    refused = 0
     seed = asked.seed
     started = time.monotonic()
-    while checked.total() < asked.checks:
+    while checked.total() < asked.checks and not found.broken:
         for name in RULES:
             net = build_row(name, seed)
             known = Claims(net)
@@ -73,14 +72,9 @@ def slope_campaign() -> int:
             pairs = slopes_of_pairs(net, seed)
             steepest_slope = max(steepest_jacobian(net, steps=STEPS, seed=seed), float(pairs.max()))
             checked[name] += len(pairs) + 1
-            if wrong:
-                print(f"VIOLATED: {name}, seed {seed}: {wrong}")
-                return 1
             if not steepest_slope <= upper * (1 + 1e-9):  # rounding of the measured slope
-                print(
-                    f"VIOLATED: {name}, seed {seed}: a slope of {steepest_slope:.9g} above {upper:.9g}"
-                )
-                return 1
+                wrong.append(f"a slope of {steepest_slope:.9g} above {upper:.9g}")
+            found.broken += [f"{name}, seed {seed}: {fault}" for fault in wrong]
             if upper:
                 tightest[name] = max(tightest[name], steepest_slope / upper)
         for number in range(seed * PROGRAMS, (seed + 1) * PROGRAMS):
@@ -89,12 +83,10 @@ def slope_campaign() -> int:
             except NoRule:  # attention to tokens of unbounded norm
                 continue
             except Untraceable as refusal:  # rounding alone moves the logits of a chaotic program
-                refused += 1
-                print(f"program {number} is refused: {refusal}")
+                found.refused[str(refusal)] += 1
                 continue
-            if wrong := list(known.faults(known.images(seed))):
-                print(f"VIOLATED: program {number}: {wrong}")
-                return 1
+            wrong = list(known.faults(known.images(seed)))
+            found.broken += [f"program {number}: {fault}" for fault in wrong]
         seed += 1
         print(
             f"seed {seed}: {checked.total():,} slopes, {time.monotonic() - started:.0f} s",
@@ -103,10 +95,10 @@ def slope_campaign() -> int:
     for band, names in bands(tightest):
         print(f"| {band} | {len(names)} | {', '.join(names)} |")
     print(
-        f"nothing found: {seed - asked.seed} networks of each of {len(RULES)} rules, {checked.total():,} slopes, "
-        f"{refused} of {(seed - asked.seed) * PROGRAMS} programs refused"
+        f"{seed - asked.seed} networks of each of {len(RULES)} rules, {checked.total():,} slopes, "
+        f"{found.refused.total()} of {(seed - asked.seed) * PROGRAMS} programs refused"
     )
-    return 0
+    return found.ended()
 
 
 if __name__ == "__main__":

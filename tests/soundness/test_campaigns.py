@@ -27,10 +27,11 @@ from tests.soundness.attack_campaign import (
     COUNTED_ELSEWHERE,
     ROWS,
     Row,
-    Seen,
     attack_row,
+    attacks_of,
     built_network,
 )
+from tests.soundness.edits import Found
 from tests.soundness.mutants.__main__ import place_of
 from tests.soundness.mutants.operators import mutants, mutated
 
@@ -52,13 +53,13 @@ def test_no_attack_succeeds_inside_a_certificate(
     # whatever is proven by then is attacked
     monkeypatch.setattr(attack_campaign, "BRANCHING", 3.0 if EVERY else 0.3)
     rows = [row for row in ROWS if row.method == method]
-    seen = Seen()
+    seen = Found()
     step = 1 if EVERY else {"local": 11}.get(method, 3)
     first = 0 if EVERY or method == "patch" else BALLS.index(method) % 3
     for seed, row in enumerate(rows[first::step]):
         attack_row(replace(row, starts=4), seed, seen)
     assert not seen.broken
-    assert seen.of(method)
+    assert attacks_of(seen, method)
 
 
 def linear_row(seed: int) -> PixelModel:
@@ -90,16 +91,16 @@ def test_an_inflated_radius_is_found(method: str) -> None:
         row for row in ROWS if row.method == method and row.name.split()[-1] in ("real", "float32")
     ]
     for row in rows[:: 3 if method == "local" else 1]:
-        seen = Seen()
+        seen = Found()
         attack_row(inflated(row, 1.0), 1, seen)
-        assert seen.attacks
+        assert seen.tried
         assert not seen.broken
         attack_row(inflated(row, 1.5), 1, seen)
         assert seen.broken, row.name
 
 
 def test_a_method_that_claims_every_patch_is_found() -> None:
-    (row, *_), seen = [row for row in ROWS if row.method == "patch"], Seen()
+    (row, *_), seen = [row for row in ROWS if row.method == "patch"], Found()
 
     def make(model: PixelModel) -> Certifier:
         honest: Any = row.make(model)
@@ -119,7 +120,7 @@ def test_rounding_that_is_left_out_is_found(arithmetic: str) -> None:
         certifier.arithmetic = arithmetic
         return certifier
 
-    seen = Seen()
+    seen = Found()
     attack_row(replace(row, make=make, network=linear_row, starts=64), 1, seen)
     assert seen.broken
 

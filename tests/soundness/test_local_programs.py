@@ -26,7 +26,8 @@ from certcli.models.pixels import PixelModel
 from certcli.nn.layers import MaxMin
 from certcli.system.errors import NoBoundError
 from tests.helpers.grids import EVERY
-from tests.soundness.local_laws import Found, check_program, least_margin_by_attack
+from tests.soundness.edits import Found
+from tests.soundness.local_laws import check_program, least_margin_by_attack
 from tests.soundness.local_programs import SIZE, Program, Writer, quarters
 
 PROGRAMS = (

@@ -24,7 +24,7 @@ from certcli.lipschitz.numerics.arithmetic import Arithmetic, Matrix
 from tests.helpers.lipschitz_cases import build_row, f
 from tests.helpers.reached import Site, Sites
 from tests.helpers.slopes import IMAGE
-from tests.lipschitz.test_attention import Copies
+from tests.lipschitz.test_attention import copies
 from tests.nn.test_attention import PLACES, WIDTH, attention_network, replacement, stir
 
 FOLDER = Path(certcli.lipschitz.__file__).parent
@@ -42,7 +42,7 @@ REACHING = (
 def _many_tokens() -> nn.Module:
     attention = replacement("lnorm-attention", PLACES["tokens"]())
     stir(attention, 0.05)
-    return Copies(attention.double().eval(), None).eval()
+    return copies(attention.double().eval(), None).eval()
 
 
 ROWS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

@@ -7,7 +7,7 @@ they are proven, and margins use the box beside the ball. Convolutions keep thei
 linear layers are masked.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -30,6 +30,23 @@ _FIRST = 1e-6
 """Radius tried first, doubled, where the global bound certifies less."""
 _DOUBLINGS = 24
 _HALVINGS = 5
+
+
+def _bisected(
+    proves: Callable[[Tensor], Tensor], proven: Tensor, failed: Tensor, rounds: int
+) -> Tensor:
+    """Return proven radii (b,) nearer to those that failed, by their logarithms; of infinite ones
+    nothing has failed.
+    """
+    for _ in range(rounds):
+        middle = (proven.clamp(min=_FIRST / 2) * failed).sqrt()
+        between = torch.isfinite(failed) & (middle > proven) & (middle < failed)
+        if not between.any():
+            break
+        good = proves(torch.where(between, middle, 0.0))
+        proven = torch.where(between & good, middle, proven)
+        failed = torch.where(between & ~good, middle, failed)
+    return proven
 
 
 class LocalLipCertifier(ProvingCertifier):
@@ -137,24 +154,19 @@ class LocalLipCertifier(ProvingCertifier):
 
     def radii(self, pixels: Tensor, values: Values, labels: Tensor, start: Tensor) -> Tensor:
         """Return proven radii of images (b, c, h, w), from the proven `start` (b,) on."""
-        proven, failed = start.clone(), torch.full_like(start, torch.inf)
-
-        def attempt(chosen: Tensor, radii: Tensor) -> None:
-            places = chosen.nonzero().squeeze(1)
-            verified = self.proven(pixels[places], labels[places], radii[places], values.of(places))
-            proven[places[verified]] = radii[places[verified]]
-            failed[places[~verified]] = radii[places[~verified]]
-
+        proven = start.clone()
+        failed = torch.full_like(start, torch.inf)
         for _ in range(_DOUBLINGS):
-            growing = torch.isfinite(proven) & torch.isinf(failed)
-            if not growing.any():
+            (places,) = (torch.isfinite(proven) & torch.isinf(failed)).nonzero(as_tuple=True)
+            if not len(places):
                 break
-            attempt(growing, (2 * proven).clamp(min=_FIRST))
-        for _ in range(_HALVINGS):
-            between = torch.isfinite(failed)
-            if between.any():
-                attempt(between, (proven.clamp(min=_FIRST / 2) * failed).sqrt())
-        return proven
+            tried = (2 * proven[places]).clamp(min=_FIRST)
+            verified = self.proven(pixels[places], labels[places], tried, values.of(places))
+            proven[places[verified]] = tried[verified]
+            failed[places[~verified]] = tried[~verified]
+        return _bisected(
+            lambda radii: self.proven(pixels, labels, radii, values), proven, failed, _HALVINGS
+        )
 
     def lowered(
         self,
@@ -165,23 +177,15 @@ class LocalLipCertifier(ProvingCertifier):
         largest: Tensor,
         nearby: Tensor,
     ) -> Tensor:
-        """Return radii from `start` to `most` (only if one) with margins above `nearby`."""
+        """Return radii from `start` to `largest` (only if one) with margins above `nearby`."""
+
+        def proves(radii: Tensor) -> Tensor:
+            return self.proven(pixels, labels, radii, values, nearby)
+
         open_ones = torch.isfinite(largest) & (largest > start)
-        verified = (
-            self.proven(pixels, labels, torch.where(open_ones, largest, 0.0), values, nearby)
-            & open_ones
-        )
-        proven = torch.where(verified, largest, start)
-        failed = largest
-        for _ in range(2 * _HALVINGS):
-            middle = (proven.clamp(min=_FIRST / 2) * failed).sqrt()
-            between = open_ones & ~verified & (middle > proven) & (middle < failed)
-            if not between.any():
-                break
-            good = self.proven(pixels, labels, torch.where(between, middle, 0.0), values, nearby)
-            proven = torch.where(between & good, middle, proven)
-            failed = torch.where(between & ~good, middle, failed)
-        return proven
+        verified = proves(torch.where(open_ones, largest, 0.0)) & open_ones
+        failed = torch.where(open_ones & ~verified, largest, torch.inf)
+        return _bisected(proves, torch.where(verified, largest, start), failed, 2 * _HALVINGS)
 
     def proven(
         self,

@@ -119,7 +119,13 @@ class SmoothingCertifier(Certifier):
         first = self.settings.n0
         everything = range(len(indices))
         top = (
-            self._count(indices, pixels, dict.fromkeys(everything, (0, first)))
+            self._count(
+                indices,
+                pixels,
+                dict.fromkeys(everything, (0, first)),
+                self.settings.seed,
+                self._purpose,
+            )
             .argmax(dim=1)
             .tolist()
         )
@@ -132,9 +138,8 @@ class SmoothingCertifier(Certifier):
         for look in self.settings.looks:
             # samples from n0 on: the class was chosen by others, so it is fixed before these are
             # drawn
-            counts += self._count(
-                indices, pixels, dict.fromkeys(active, (first + count, first + look))
-            )
+            ranges = dict.fromkeys(active, (first + count, first + look))
+            counts += self._count(indices, pixels, ranges, self.settings.seed, self._purpose)
             count = look
             standing = []
             for image in active:
@@ -293,17 +298,12 @@ class SmoothingCertifier(Certifier):
         indices: Sequence[int],
         pixels: Tensor,
         ranges: Mapping[int, tuple[int, int]],
-        seed: int | None = None,
-        purpose: int | None = None,
+        seed: int,
+        purpose: int,
     ) -> Tensor:
         """Image -> samples start to stop: how often f gives each class, (b, k) int64 on the CPU."""
-        seed = self.settings.seed if seed is None else seed
-        purpose = self._purpose if purpose is None else purpose
-        prepare: Callable[[Tensor], Tensor] | None = None
-        run: Callable[[Tensor], Tensor] = self._classify
-        if isinstance(self._classify, Classifier):
-            prepare = self._classify.prepare
-            run = self._classify.run
+        prepare: Callable[[Tensor], Tensor] | None = getattr(self._classify, "prepare", None)
+        run: Callable[[Tensor], Tensor] = getattr(self._classify, "run", self._classify)
         rows = [
             (image, sample)
             for image, (start, stop) in ranges.items()
@@ -316,8 +316,8 @@ class SmoothingCertifier(Certifier):
         while start < len(rows):
             rest = len(rows) - start
             # of the last batches powers of two, since each size is looked at once
-            most = self._rows_at_once(pixels)
-            size = most if rest >= most else 1 << rest.bit_length() - 1
+            largest = self._rows_at_once(pixels)
+            size = largest if rest >= largest else 1 << rest.bit_length() - 1
             part = rows[start : start + size]
             which = [image for image, _ in part]
             samples = [sample for _, sample in part]

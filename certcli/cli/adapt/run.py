@@ -115,27 +115,18 @@ def make_adapter(
 def run_adapter(
     adapter: fit.Adapter | keep.Keeper, state_path: Path, resume: bool, locks: ExitStack, sink: Sink
 ) -> None:
-    """Run the adapter, saving each step, held by `held`; --goal keep is too quick for that."""
-
-    if isinstance(adapter, keep.Keeper):
-        if resume:
-            sink.note("--goal keep saves no state: it starts again")
-        with sink.progress("adapt", total=adapter.steps) as bar:
-            for remark in adapter.run():
-                bar.advance(remark=remark)
-        return
-    if processes.team().agree(lambda: resume and not reading.is_absent(state_path)):
-        adapter.restore(state_path)
-        sink.note(
-            f"continuing after {adapter.records[-1].path if adapter.records else 'the start'}"
-        )
-    with sink.progress("adapt", total=adapter.steps) as bar:
-        bar.advance(adapter.done)
-        for record in adapter.run():
-            if processes.team().leads:
-                adapter.store(state_path)
+    """Run the adapter, saving each step, held by `locks`; --goal keep is too quick for that."""
+    fits = adapter if isinstance(adapter, fit.Adapter) else None
+    there = processes.team().agree(lambda: resume and not reading.is_absent(state_path))
+    if fits is not None and there:
+        fits.restore(state_path)
+        sink.note(f"continuing after {fits.records[-1].path if fits.records else 'the start'}")
+    with sink.progress("adapt", total=adapter.steps, done=adapter.done) as bar:
+        for remark in adapter.run():
+            if fits is not None and processes.team().leads:
+                fits.store(state_path)
                 outputs.hold_state(state_path, locks)
-            bar.advance(remark=f"{record.path}: error {percent(record.error)}")
+            bar.advance(remark=str(remark))
 
 
 def show_trade(trade: keep.Trade, sink: Sink) -> None:

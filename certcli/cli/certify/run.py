@@ -59,7 +59,7 @@ def run_all(
 ) -> list[view.Result]:
     """Certify by each method that says something. None where another process leads."""
     results: list[view.Result] = []
-    for method in (choice.method, *choice.beside):
+    for method in (choice.method, *choice.others):
         try:
             result = _certify_by(method, choice, task, options, sink)
         except errors.NoBoundError as failure:

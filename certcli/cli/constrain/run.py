@@ -154,17 +154,17 @@ def _constrain_to_agreement(
         The layers' results, empty where no error is small enough; the measured fidelity.
     """
     with sink.progress("constrain", total=len(calibration.paths) * (TRIALS + ROUNDS)) as bar:
-        outcome = constrain_keeping(
+        results, judged = constrain_keeping(
             calibration,
             settings,
             share,
             reference,
             lambda eta, path: bar.advance(remark=f"eta {eta:.3g}: {path}"),
         )
-    if not outcome.results:
+    if not results:
         message = f"no tried eta preserves {100 * share:g} % of the top-1 predictions"
         sink.warn(f"{message}: the network is unchanged")
-    return list(outcome.results), outcome.fidelity
+    return list(results), judged
 
 
 def _choose_layers(

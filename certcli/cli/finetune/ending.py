@@ -62,14 +62,9 @@ class TrainingDoubt:
 
 
 def accuracy(model: pixels.PixelModel, validation: Images) -> Accuracy:
-    """Judge the weights on a sample of the validation images."""
-
+    """Judge the weights, in eval mode, on a sample of the validation images."""
     sample = validation.limit(JUDGES)
-    was_training = model.training
-    model.eval()
-    right = image_doubts.right_of(model, sample)
-    model.train(was_training)
-    return Accuracy(sum(right), len(sample))
+    return Accuracy(sum(image_doubts.right_of(model, sample)), len(sample))
 
 
 def warn_of_orthogonal(before: Accuracy, after: Accuracy, sink: Sink) -> None:

@@ -18,19 +18,15 @@ from torch.nn import functional
 from certcli.lipschitz.chain import Activation, LinearLayer, read_chain
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
 from certcli.models.pixels import PixelModel
-from certcli.system.errors import NoBoundError, UsageError, raise_if
+from certcli.system.errors import NoBoundError, raise_if
 
 LINEAR_UP_TO = 1e4
 """Gains beyond this count by their logarithm: no gap between logits is as large, and gradients stay
 within float32."""
 
 
-def require_pairs(pairs: Tensor | None) -> Tensor:
-    """Return pair constants (k, k) in float64. UsageError: none, NoBoundError: not finite."""
-    if pairs is None:
-        raise UsageError(
-            "this loss needs a network whose bound can be trained", "run `certvit adapt` first"
-        )
+def require_pairs(pairs: Tensor) -> Tensor:
+    """Return pair constants (k, k) in float64; NoBoundError: not finite."""
     raise_if(
         not torch.isfinite(pairs.detach()).all(),
         NoBoundError,
@@ -40,7 +36,7 @@ def require_pairs(pairs: Tensor | None) -> Tensor:
     return pairs.double()
 
 
-def pair_gains(labels: Tensor, pairs: Tensor | None, epsilon: float) -> Tensor:
+def pair_gains(labels: Tensor, pairs: Tensor, epsilon: float) -> Tensor:
     """Return epsilon K_jy, which bounds the growth of z_j - z_y within `epsilon` (pixel l2): (b,),
     (k, k) -> (b, k).
     """
@@ -76,7 +72,7 @@ CLEAN_SHARE = 0.2
 """Weight of plain cross entropy on the unshifted logits: without it clean accuracy collapses."""
 
 
-def margin_loss(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float) -> Tensor:
+def margin_loss(logits: Tensor, labels: Tensor, pairs: Tensor, epsilon: float) -> Tensor:
     """Return (1 - p_y^q)/q with p = softmax(z_j + epsilon K_jy), plus 0.2 cross entropy: (b, k),
     (b,) -> ().
 
@@ -103,7 +99,7 @@ HINGE_WEIGHT = 10.0
 _LEAST_SLOPE = 1e-6
 
 
-def gloro(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float) -> Tensor:
+def gloro(logits: Tensor, labels: Tensor, pairs: Tensor, epsilon: float) -> Tensor:
     """Return the cross entropy over k + 1 classes, z_bot = max_{j != c} (z_j + epsilon K_jc): (b,
     k), (b,) -> ().
 
@@ -125,7 +121,7 @@ def _with_rejection(logits: Tensor, labels: Tensor, worst: Tensor, winner: Tenso
     return (torch.cat([wide, rejected], dim=1).logsumexp(dim=1) - true_logit).mean()
 
 
-def lmt(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float) -> Tensor:
+def lmt(logits: Tensor, labels: Tensor, pairs: Tensor, epsilon: float) -> Tensor:
     """Return the cross entropy of z_j + epsilon K_jy (K_yy = 0): (b, k), (b,) -> ().
 
     The paper adds sqrt(2) epsilon L to every logit but the label's. Source: Tsuzuku, Sato, Sugiyama
@@ -135,7 +131,7 @@ def lmt(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float) ->
     return functional.cross_entropy(worst, labels)
 
 
-def emma(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float) -> Tensor:
+def emma(logits: Tensor, labels: Tensor, pairs: Tensor, epsilon: float) -> Tensor:
     """Return the cross entropy of z_j + epsilon_j K_jy: (b, k), (b,) -> ().
 
     epsilon_j = epsilon clip((z_y - z_j) / (epsilon K_jy), 0.01, 1), detached, is the radius that
@@ -150,7 +146,7 @@ def emma(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float) -
     return functional.cross_entropy(shifted_logits(logits, share * full), labels)
 
 
-def trades(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float) -> Tensor:
+def trades(logits: Tensor, labels: Tensor, pairs: Tensor, epsilon: float) -> Tensor:
     """Return the cross entropy + lambda KL(softmax(z) | softmax(z_j + epsilon K_jy)): (b, k), (b,)
     -> ().
 
@@ -166,7 +162,7 @@ def trades(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float)
     return functional.cross_entropy(plain, labels) + TRADES_WEIGHT * divergence
 
 
-def hinge_kr(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float) -> Tensor:
+def hinge_kr(logits: Tensor, labels: Tensor, pairs: Tensor, epsilon: float) -> Tensor:
     """Return the mean over j != y of alpha (epsilon - r_j)_+ - r_j, r_j = (z_y - z_j) / K_jy: (b,
     k), (b,) -> ().
 

@@ -73,8 +73,8 @@ class Arithmetic:
 
     def sigmas(self, matrices: list[Matrix], name: str) -> list[Scalar]:
         """Return the spectral norm of each of several matrices, such as heads."""
-        tensors, errors = [m.tensor for m in matrices], [m.error for m in matrices]
-        return list(map(as_real, spectral_norms(tensors, errors)))
+        errors = [matrix.error for matrix in matrices]
+        return list(map(as_real, spectral_norms([matrix.tensor for matrix in matrices], errors)))
 
     def sigma_product(self, a: Matrix, b: Matrix, name: str = "") -> Scalar:
         """Return |a^T b|."""

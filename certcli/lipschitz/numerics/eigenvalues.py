@@ -182,7 +182,7 @@ def top_eigenvalues(grams: Tensor) -> list[float]:
         if not open_ones:
             return bounds
         try:
-            values = torch.linalg.eigvalsh(_selected_grams(grams, open_ones))[:, -1].tolist()
+            values = torch.linalg.eigvalsh(grams[open_ones])[:, -1].tolist()
         except torch.linalg.LinAlgError:
             break
         _try_shifts(
@@ -200,12 +200,8 @@ def _try_shifts(
     grams: Tensor, indices: list[int], shifts: list[float], bounds: list[float]
 ) -> None:
     if indices:
-        for index, bound in zip(indices, certify_below(_selected_grams(grams, indices), shifts)):
+        for index, bound in zip(indices, certify_below(grams[indices], shifts)):
             bounds[index] = bound
-
-
-def _selected_grams(grams: Tensor, indices: list[int]) -> Tensor:
-    return grams if len(indices) == len(grams) else grams[indices]
 
 
 def column_panels(side: int, device: torch.device) -> Iterator[tuple[int, int]]:

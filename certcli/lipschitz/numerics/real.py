@@ -8,7 +8,6 @@ checked again.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import total_ordering
@@ -164,13 +163,6 @@ class Real:
 def as_real(value: "Real | float | int") -> Real:
     """Convert a float or an integer below 2^53, exactly."""
     return value if isinstance(value, Real) else Real(float(value))
-
-
-def real_sum(values: Sequence[Real]) -> Real:
-    total = ZERO
-    for value in values:
-        total = total + value
-    return total
 
 
 ZERO = Real(0.0)

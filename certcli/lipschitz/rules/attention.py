@@ -242,11 +242,12 @@ def channel_roll(ctx: Context, module: ChannelRoll, x: Value) -> Value:
     return ctx.charge(x, ctx.arith.const(1.0), "channels that move by a token: a permutation", size)
 
 
-def _plain_maps(module: OrthogonalMixing) -> bool:
-    return all(runs_known_code(part, nn.Linear) and part.bias is None for part in module.maps)
-
-
-@rules.module(OrthogonalMixing, when=_plain_maps)
+@rules.module(
+    OrthogonalMixing,
+    when=lambda module: all(
+        runs_known_code(part, nn.Linear) and part.bias is None for part in module.maps
+    ),
+)
 def orthogonal_mixing_bound(ctx: Context, module: OrthogonalMixing, x: Value) -> Value:
     """[M_h x_h]_h + p: heads are disjoint, so max_h |M_h|, taken from the matrices as they are."""
     norms = [

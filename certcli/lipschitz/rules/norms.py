@@ -133,11 +133,11 @@ def rms_norm_2d(ctx: Context, module: RmsNorm2d, x: Value) -> Value:
     return after_move(ctx, normal, Tensor.permute, (0, 3, 1, 2))
 
 
-def _parts_have_rules(module: RmsNormAct2d) -> bool:
-    return rules.find(module.drop) is not None and rules.find(module.act) is not None
-
-
-@rules.module(RmsNormAct2d, RmsNormAct2dFp32, when=_parts_have_rules)
+@rules.module(
+    RmsNormAct2d,
+    RmsNormAct2dFp32,
+    when=lambda module: None not in (rules.find(module.drop), rules.find(module.act)),
+)
 def rms_norm_act_2d(ctx: Context, module: RmsNormAct2d, x: Value) -> Value:
     """RMSNorm over the channels, dropout, activation."""
     x = rms_norm_2d(ctx, module, x)

@@ -6,7 +6,6 @@ later run goes on.
 """
 
 import argparse
-import builtins
 import functools
 import gc
 import hashlib
@@ -27,7 +26,7 @@ import pytest
 
 from tests.helpers.workshop import Workshop
 from tests.soundness.edits import asked_for
-from tests.soundness.mutants.operators import CHECKS, Mutant, marked, mutants, mutated
+from tests.soundness.mutants.operators import CHECKS, Mutant, mutants, mutated
 from tests.soundness.mutants.rooms import ROOMS, ROOT
 
 CRASHES = (TypeError, AttributeError, NameError, LookupError, RuntimeError)
@@ -180,10 +179,15 @@ class Campaign:
     def tracing(self, items: list[pytest.Item], files: list[Path]) -> Json:
         """Run all tests once; return `file:line` -> [name, seconds] of each test that runs it."""
         ran = defaultdict(list)
-        functions = functions_by_file()
-        self.lines = builtins.__reached__ = set()  # type: ignore[attr-defined]
-        for file in files:
-            place_of(marked(file), functions[str(file)])
+        names = {str(file): str(file.relative_to(ROOT)) for file in files}
+
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            name = names.get(frame.f_code.co_filename)
+            if name is not None and event == "line":
+                self.lines.add(f"{name}:{frame.f_lineno}")
+            return None if name is None else trace
+
+        sys.settrace(trace)
         signal.signal(signal.SIGVTALRM, too_long)
         self.timed = True
         for item, following in zip(items, [*items[1:], None], strict=True):
@@ -199,9 +203,7 @@ class Campaign:
             ):  # a test that fails or takes too long without a mutant kills none
                 own = [self.fixtures[name] for name in getattr(item, "fixturenames", ())]
                 for line in self.lines.union(*own):
-                    ran[line.removeprefix(f"{ROOT}/")].append(
-                        [item.nodeid, time.process_time() - start]
-                    )
+                    ran[line].append([item.nodeid, time.process_time() - start])
         return ran
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
