@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from certcli.attack import catalogue, checks, run, watched_model
-from certcli.attack.families.smallest import projection
 from certcli.attack.settings import AttackSettings
 from certcli.evaluation.perturbation import Norm, Region, image_norms
 from tests.helpers import attack_nets, grids
@@ -73,58 +72,6 @@ def test_strong_attacks_reach_the_exact_distance(name: str, norm: Norm, classes:
         assert record.epsilon == float(1.05 * distance[row])
         assert not record.withstood, (row, float(distance[row]))
         assert record.norm <= record.epsilon
-
-
-@pytest.mark.parametrize(("name", "norm"), attack_nets.CASES)
-def test_no_attack_leaves_the_ball_of_its_own_image(name: str, norm: Norm) -> None:
-    """Radii just below each image's distance, in one batch: the largest of them would break most of
-    the others.
-    """
-    model = attack_nets.linear_classifier(5)
-    images = attack_nets.random_pictures(6)
-    labels = attack_nets.labelled(model, images)
-    radii = (
-        attack_nets.exact_distances(model, images, labels, norm) * (1 - attack_nets.ROUNDING)
-    ).tolist()
-    for record in run.attack_images(
-        model,
-        attack_nets.batches(images, labels, 6),
-        [name],
-        Region.each(norm, radii),
-        attack_nets.SHORT,
-    ):
-        assert record.withstood, name
-        assert record.epsilon == radii[record.index]
-
-
-@pytest.mark.parametrize("norm", attack_nets.NORMS)
-def test_the_projection_on_a_hyperplane_in_the_box(norm: Norm) -> None:
-    """The closed form against bisection of the same curve; out of reach, every pixel goes to its
-    end.
-    """
-    generator = torch.Generator().manual_seed(0)
-    points = torch.rand(200, 1, 3, 4, generator=generator).double()
-    points[::3] = points[::3].round()
-    normal = torch.randn(200, 1, 3, 4, generator=generator).double()
-    normal[::5, :, 0] = 0.0
-    level = torch.randn(200, generator=generator).double() * 3
-    moves = projection(points, normal, level, norm)
-    assert ((points + moves >= -1e-12) & (points + moves <= 1 + 1e-12)).all()
-    direction = (normal if norm == "l2" else normal.sign()) * -level.sign().view(-1, 1, 1, 1)
-
-    def moved(length: Tensor) -> Tensor:
-        return (points + length.view(-1, 1, 1, 1) * direction).clamp(0, 1) - points
-
-    low = torch.zeros(200).double()
-    high = torch.full((200,), 1e4).double()
-    for _ in range(100):
-        middle = (low + high) / 2
-        enough = (moved(middle) * normal).flatten(1).sum(1).abs() >= level.abs()
-        low = torch.where(enough, low, middle)
-        high = torch.where(enough, middle, high)
-    reached = high < 1e3
-    assert 20 < int(reached.sum()) < 199  # both kinds occur
-    assert torch.allclose(moves, moved(high), atol=1e-9)
 
 
 # the fewest classes for every attack, and the other networks in turn

@@ -142,15 +142,6 @@ def test_what_training_scripts_save_beside_the_tensors_is_no_obstacle(tmp_path: 
     assert torch.equal(load_plain(tmp_path / "x.pth")["a"], TENSORS["a"])
 
 
-def test_the_records_are_those_of_pythons_zipfile(tmp_path: Path) -> None:
-    """Every byte of a record, at the place where torch maps it."""
-    data = saved()
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        expected = {name: archive.read(name) for name in archive.namelist()}
-    records = stored_records(io.BytesIO(data))
-    assert {each.name: data[each.start : each.start + each.size] for each in records} == expected
-
-
 def test_no_byte_of_the_directory_makes_two_networks_of_a_file(tmp_path: Path) -> None:
     """Whatever is accepted reads the same mapped and unmapped: one bit of each byte of directory
     and end flipped.
