@@ -5,13 +5,15 @@ networks without attention are certified on the same images.
     python -m benchmarks.proven_vit mnist-output/proven.safetensors --dataset torch/mnist \
         --data-dir DATA --epochs 5 --batch-size 128 --attack-epsilon 0.8
     python -m benchmarks.proven_vit four.safetensors --dataset FOLDER --radius 0.1 --radius 0.141 \
-        --augment warp --epochs 160 --attack-epsilon 0.3 --attack-ramp 0.5 --warmup 0.15 --clip-grad 1
+        --augment warp --epochs 40 --attack-epsilon 0.3 --attack-ramp 0.5 --warmup 0.15 --clip-grad 1 \
+        --patch 8
 
 Frozen: clean accuracy with the probabilities of each attention at their mean over the images. The
 controls, a linear classifier and an MLP of one layer of GELU units (128, or `--hidden`), are trained
 on attacked images (PGD of two steps, as long and as far as the options say), and are certified by
-`--method local` as the network is. Only the controls are certified here: `certvit certify` does it for the
-network. Intervals are Clopper-Pearson, 95 %.
+`--method local` as the network is. With --patch P the only control is one that reads all patches of
+P x P pixels with the same weights. Only the controls are certified here: `certvit certify` does it for
+the network. Intervals are Clopper-Pearson, 95 %.
 """
 
 import argparse
@@ -32,20 +34,41 @@ from certcli.images.labelled import Images
 from certcli.models.pixels import PixelModel
 
 
+class Patches(nn.Module):
+    """Two layers of GELU units, the same for every patch; a third for the largest of each over the
+    patches: (b, c, h, w) -> (b, 10)."""
+
+    def __init__(self, channels: int, side: int, units: int) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(channels, units, side, side)
+        self.each = nn.Linear(units, units)
+        self.joint = nn.Linear(units, units)
+        self.head = nn.Linear(units, 10)
+        self.curve = nn.GELU()
+
+    def forward(self, images: Tensor) -> Tensor:
+        patches = self.curve(self.embed(images).flatten(2).transpose(1, 2))
+        largest = self.curve(self.each(patches)).amax(1)
+        logits: Tensor = self.head(self.curve(self.joint(largest)))
+        return logits
+
+
 def controls(options: argparse.Namespace, load: Callable[[str], Images]) -> dict[str, PixelModel]:
     """Return the networks without attention, trained on attacked images.
 
     Args:
         load: split -> images.
     """
-    torch.manual_seed(0)
+    torch.manual_seed(options.seed)
     spec = certvit.load(options.network).record.input
     pixels = math.prod(spec.size)
-    nets = {"linear": nn.Sequential(nn.Flatten(), nn.Linear(pixels, 10))}
+    nets: dict[str, nn.Module] = {"linear": nn.Sequential(nn.Flatten(), nn.Linear(pixels, 10))}
     for units in options.hidden:
         nets[f"MLP of {units}"] = nn.Sequential(
             nn.Flatten(), nn.Linear(pixels, units), nn.GELU(), nn.Linear(units, 10)
         )
+    if options.patch:
+        nets = {"patches": Patches(spec.size[0], options.patch, options.units)}
     settings = FinetuneSettings(
         loss="ce",
         lr=options.lr,
@@ -59,6 +82,7 @@ def controls(options: argparse.Namespace, load: Callable[[str], Images]) -> dict
         attack_ramp=options.attack_ramp,
         warmup=options.warmup,
         clip_grad=options.clip_grad,
+        seed=options.seed,
     )
     train = load("train")
     validation = load("val")
@@ -113,6 +137,9 @@ def main() -> None:
     parser.add_argument("--warmup", type=float, default=FinetuneSettings.warmup)
     parser.add_argument("--clip-grad", type=float, default=FinetuneSettings.clip_grad)
     parser.add_argument("--hidden", type=int, action="append", default=[])
+    parser.add_argument("--patch", type=int, metavar="P")
+    parser.add_argument("--units", type=int, default=72, help="of each layer of it")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--radius", type=float, action="append", default=[])
     options = parser.parse_args()
     options.hidden = options.hidden or [128]

@@ -13,7 +13,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 from certcli.cli.main import COMMANDS
-from certcli.cli.shared.reference import page
+from certcli.cli.shared.reference import section
 
 sys.path.insert(0, str(Path(__file__).parent))
 import formulas
@@ -77,7 +77,9 @@ def _titles(nav: list[Any]) -> dict[str, str]:
 def on_files(files: Files, config: Any) -> Files:
     for name, command in COMMANDS.items():
         files.append(
-            File.generated(config, f"commands/{name}.md", content=page(name, command, "../"))
+            File.generated(
+                config, f"commands/{name}.md", content="\n".join(section(name, command, "#"))
+            )
         )
     for name in AT_THE_ROOT:
         text = re.sub(r"\]\(docs/", "](", (ROOT / name).read_text())

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 import certvit
 import certvit.testing
 from certcli import api, testing
-from certcli.api import networks
-from certcli.api.arguments import in_python
+from certcli.api import arguments, networks
 from certcli.checkpoint.file import Checkpoint
 from certcli.images import datasets
 from certcli.system.errors import (
@@ -275,15 +274,15 @@ def test_errors_speak_python(certified: Checkpoint, name: str) -> None:
         ),
         (
             "--arch-arg num_heads=4, or pass --force",
-            "arch_args={'num_heads': 4}, or pass force=True",
+            "arch_args num_heads=4, or pass force=True",
         ),
         ("certvit finetune --noise first", "certvit finetune --noise first"),
         ("choose another -o", "choose another path"),
     ],
 )
 def test_options_become_arguments(text: str, expected: str) -> None:
-    assert in_python(text) == expected
-    assert in_python(expected) == expected
+    assert arguments.in_python(text) == expected
+    assert arguments.in_python(expected) == expected
 
 
 def test_results_show_themselves_in_a_line_and_a_table(certified: Checkpoint) -> None:
@@ -292,7 +291,7 @@ def test_results_show_themselves_in_a_line_and_a_table(certified: Checkpoint) ->
     results = (
         certvit.bound(network),
         certvit.certify(network, images),
-        certvit.certify(network, images, method="patch", patches=["1"], hide="pixels"),
+        certvit.certify(network, images, method="patch", patches=["1"]),
         certvit.attack(network, images, radii=[0.1, 0.2], attacks=["fgsm"]),
         certvit.audit(network, images, seconds=1, attacks=("fgsm",)),
     )

@@ -10,7 +10,7 @@ import certcli.system.compat  # noqa: F401 (before torchvision)
 # isort: split
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,22 +27,6 @@ from certcli.system.processes import ALONE, Team
 from certcli.system.torch_modes import fast_products
 
 _PHOTOGRAPH = 64  # least shorter side, in pixels, at which crops and mirror images look natural
-
-
-def compact(batches: Iterable[Tensor]) -> Tensor:
-    """Join batches of pixels in [0, 1]: uint8 where all are multiples of 1/255, else float32."""
-    whole: list[Tensor] = []
-    small = True
-    for batch in batches:
-        rounded = (batch * 255).round_().to(torch.uint8)
-        small = small and bool((as_pixels(rounded) == batch).all())
-        whole.append(rounded if small else batch)
-    return torch.cat([part if small else as_pixels(part) for part in whole])
-
-
-def as_pixels(images: Tensor) -> Tensor:
-    """Return float32 pixels in [0, 1]."""
-    return images.float().div_(255) if images.dtype == torch.uint8 else images
 
 
 def photograph_sized(images: Tensor) -> bool:
@@ -291,14 +275,14 @@ def distil(
         """Yield (new logits, old logits) of the shard's images among the first COMPARED ones."""
         compared = images[shard][: shards.size(shard, COMPARED)]
         for part in compared.split(settings.batch_size) if len(compared) else ():
-            yield student(as_pixels(part)), teacher(as_pixels(part))
+            yield student(part), teacher(part)
 
     with torch.no_grad():
         _, total = shards.squares(logits)
     size = max(total / min(COMPARED, shards.count), 1e-12)
 
     def loss(shard: int, rows: Tensor, seed: int | None) -> Tensor:
-        pixels = as_pixels(images[shard][rows])
+        pixels = images[shard][rows]
         if seed is not None:
             pixels = augment_for_distillation(pixels, seed)
         with mixed_precision(pixels):

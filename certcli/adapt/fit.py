@@ -24,7 +24,6 @@ from certcli.adapt.descend import (
     Pairs,
     Shards,
     Stream,
-    as_pixels,
     distil,
     mixed_precision,
     photograph_sized,
@@ -183,7 +182,7 @@ class Adapter(Adaptation):
         """Compute the streams before the first section; the embedding's new norms start on them."""
 
         def embed(model: Any, pixels: Tensor) -> Tensor:
-            return self.family.embed(model.net, model.normalize(as_pixels(pixels)))
+            return self.family.embed(model.net, model.normalize(pixels))
 
         runs = partial(embed, self.teacher), partial(embed, self.student)
         self.old = dict(self.pixels)

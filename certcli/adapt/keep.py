@@ -20,7 +20,6 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from certcli.adapt.descend import as_pixels
 from certcli.adapt.plan import Adaptation, AdaptedPart
 from certcli.adapt.start import deviations
 from certcli.checkpoint.file import Checkpoint
@@ -153,7 +152,7 @@ class Keeper(Adaptation):
         with fast_products(self.teacher), noting_deviations(old) as rows:
             self.teacher(blank.to(images.device))
             for part in images.split(count)[self.team.rank :: self.team.size]:
-                self.teacher(as_pixels(part))
+                self.teacher(part)
         smallest = {
             path: min((float(values.min()) for values in parts), default=math.inf)
             for path, parts in rows.items()
@@ -173,7 +172,7 @@ class Keeper(Adaptation):
         """Try each candidate alone; the leader yields them with their errors."""
         self.first_floors = {path: float(norm.floor) for path, norm in self.norms.items()}
         candidates = self.team.agree(lambda: [asdict(each) for each in self._higher_floors()])
-        compared = as_pixels(self.images[-COMPARED_IMAGES:])
+        compared = self.images[-COMPARED_IMAGES:]
         reference = self.student(compared)
 
         def logit_error(fields: dict[str, Any]) -> float:
@@ -191,7 +190,7 @@ class Keeper(Adaptation):
         """Yield floors at quantiles of the deviations that lie above the present floor."""
         with noting_deviations(self.norms) as rows:
             for pixels in self.images[:FITTING_IMAGES].split(self.settings.batch_size):
-                self.student(as_pixels(pixels))
+                self.student(pixels)
         for path, parts in rows.items():
             order = torch.cat(parts).sort().values if parts else torch.zeros(1)
             for share in QUANTILES:

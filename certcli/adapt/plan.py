@@ -131,20 +131,9 @@ def adapted_family(net: nn.Module) -> Family:
     """Return the family of a network, adapted or not. ArchitectureError names the unknown part."""
     family = FAMILIES.get(type(net))
     if family is None:
-        kind = type(net).__name__
-        names = ", ".join(each.__name__ for each in FAMILIES)
-        words = ("attention", "attn", "gpsa", "mhsa", "xca")
-        paths = [
-            path
-            for path, part in net.named_modules()
-            if path and any(word in type(part).__name__.lower() for word in words)
-        ]
-        why = f"this is a {kind}, which has no attention: there is none to replace"
-        raise_if(not paths, ArchitectureError, why, KEEP)
-        what = type(net.get_submodule(paths[0])).__name__
         raise ArchitectureError(
-            f"adapt replaces attention and residuals in {names}; it knows neither the blocks of "
-            f"{kind} nor a replacement for its {what} ({paths[0]})",
+            f"adapt replaces attention and residuals in {', '.join(each.__name__ for each in FAMILIES)}, "
+            f"and this is a {type(net).__name__}",
             KEEP,
         )
     pooling = getattr(net, "attn_pool", None)
@@ -254,13 +243,10 @@ def _floor_plan(net: nn.Module) -> tuple[Replacement, ...]:
         for path, part in net.named_modules()
         if path and floor_fits(part)
     ]
-    names = {type(part).__name__ for part in net.modules()}
-    norms = ", ".join(sorted(name for name in names if "norm" in name.lower()))
     raise_if(
         not replacements,
         ArchitectureError,
-        f"this {type(net).__name__} has no LayerNorm over the last dimension, so there is nothing to put a floor under"
-        + (f"; its norms: {norms}" if norms else ""),
+        f"this {type(net).__name__} has no LayerNorm over the last dimension, so there is nothing to put a floor under",
     )
     _try_out(net, replacements)
     return tuple(replacements)
@@ -325,7 +311,7 @@ class Adaptation:
     """The original network (teacher) and, of a subclass, the new one (student).
 
     Args:
-        images: calibration pixels (n, c, h, w), float in [0, 1] or uint8.
+        images: calibration pixels (n, c, h, w), float32 in [0, 1].
     """
 
     student: PixelModel

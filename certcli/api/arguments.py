@@ -15,24 +15,18 @@ from msgspec import Meta
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from certcli.checkpoint import file
-from certcli.checkpoint.record import LARGEST_SIDE
+from certcli.checkpoint import file, record
 from certcli.evaluation.image_records import Certificate
 from certcli.evaluation.threat import Patch, Threat, parse_radius
-from certcli.system import errors, registry
+from certcli.system import errors, options, registry
 from certcli.system.errors import UsageError
-from certcli.system.options import choices
-from certcli.system.registry import one_of
 
 _WORDS = re.compile(
-    r"(?P<features>certvit lipschitz --features)"
-    r"|(?P<quoted>(?<![\w=])'[^']*'(?!\w))"
-    r"|(?P<command>certvit [a-z]+\b[^,;()]*)"
-    r"|--arch-arg (?P<key>\w+)=(?P<item>[^\s,;()]+)"
-    r"|(?<![\w-])--(?P<option>[a-z][a-z0-9-]*)(?:[ =](?P<value>'[^']*'(?!\w)|\"[^\"]*\"|[A-Z0-9.][^\s,;()]*))?"
-    r"|(?<![\w-])-(?P<letter>[aeo])\b"
+    r"certvit [a-z]+\b[^,;()]*|(?<![\w=])'[^']*'(?!\w)"
+    r"|(?<![\w-])(?:--|-(?=[aeo]\b))(?P<option>[a-z][a-z0-9-]*)"
+    r"(?:[ =](?P<value>'[^']*'(?!\w)|\"[^\"]*\"|[A-Z0-9.][^\s,;()]*))?"
 )
-_FLAGS = frozenset(("as_stated", "features", "force"))
+"""A command to type, a quotation, or an option with its value."""
 _NAMES = {
     "arch_arg": "arch_args",
     "epsilon": "radii",
@@ -42,31 +36,28 @@ _NAMES = {
     "time_budget": "seconds",
     "budget": "seconds",
     "gates": "fail_on",
+    "as_stated": "as_stated=True",
+    "features": "features=True",
+    "force": "force=True",
+    "a": "attacks",
+    "e": "radii",
+    "o": "path",
 }
 _LISTS = frozenset(("attacks", "patches", "fail_on"))
-_LETTERS = {"a": "attacks", "e": "radii", "o": "path"}
 
 
 def in_python(text: str) -> str:
     """Return a message with keyword arguments for options; commands to type stay."""
 
     def argument(match: re.Match[str]) -> str:
-        if match["features"]:
-            return "load(..., features=True)"
-        if match["command"] or match["quoted"]:
+        if match["option"] is None:
             return match[0]
-        if match["key"]:
-            return f"arch_args={{'{match['key']}': {match['item']}}}"
-        if match["letter"]:
-            return _LETTERS[match["letter"]]
         name = match["option"].replace("-", "_")
         name = _NAMES.get(name, name)
-        if match["value"] and name in _LISTS:
-            text = match["value"].strip("'\"")
-            return f'{name}=["{text}"]'
-        if match["value"]:
-            return f"{name}={match['value']}"
-        return f"{name}=True" if name in _FLAGS else name
+        value = match["value"]
+        if value and name in _LISTS:
+            value = '["{}"]'.format(value.strip("'\""))
+        return f"{name}={value}" if value else name
 
     return _WORDS.sub(argument, text)
 
@@ -237,7 +228,7 @@ def one_radius(value: Any) -> float:
 def read_choice(name: str, value: Any, names: Sequence[str]) -> str:
     """Return one of these names; UsageError says the nearest."""
     if word(name, value) not in names:
-        raise UsageError(f"unknown {name} {shown_value(value)}", one_of(value, names))
+        raise UsageError(f"unknown {name} {shown_value(value)}", registry.one_of(value, names))
     return str(value)
 
 
@@ -277,7 +268,7 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
     "as_stated": answer,
     "weights": word,
     "features": answer,
-    "image_size": whole_number(1, LARGEST_SIDE),
+    "image_size": whole_number(1, record.LARGEST_SIDE),
     "checkpoint": Reader((file.Checkpoint,), "a result of load is needed"),
     "path": path,
     "force": answer,
@@ -351,7 +342,7 @@ def _field_value(name: str, value: Any, hint: Any) -> Any:
         plain = _read_quotients(name, plain)
     if isinstance(plain, str) and ("tuple" in str(hint) or "list" in str(hint)):
         plain = [plain]
-    if isinstance(plain, str) and (names := choices(hint)):
+    if isinstance(plain, str) and (names := options.choices(hint)):
         return read_choice(name, plain, names)
     try:
         return msgspec.convert(plain, hint)

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -20,12 +19,6 @@ from certcli.system.options import choices
 
 P = ParamSpec("P")
 R = TypeVar("R")
-RENAMED = {
-    **dict.fromkeys(("data", "pixels"), "images"),
-    **dict.fromkeys(("eps", "radius", "sizes", "at"), "radii"),
-    "network": "source",
-}
-"""Names of version 0.1 and those that replace them; 0.3 drops this table."""
 
 
 class Signature:
@@ -55,15 +48,6 @@ class Signature:
             UsageError: a name is unknown or lacking, or a value is not what its name stands for.
         """
         allowed = {*self.names, *self.options}
-        for old in kwargs.keys() - allowed:
-            new = RENAMED.get(old)
-            if new in allowed and new not in kwargs:
-                warnings.warn(
-                    f"{self.name}({old}=...) is now {self.name}({new}=...)",
-                    DeprecationWarning,
-                    stacklevel=3,
-                )
-                kwargs = {new if name == old else name: value for name, value in kwargs.items()}
         require_option_names(kwargs, allowed, self.name)
         try:
             bound = inspect.Signature(self.parameters.values()).bind(*args, **kwargs)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypedDict
 
-from certcli.certify.options import Arithmetic, Bands, Effort, Hiding, Masking
+from certcli.certify.options import Arithmetic, Bands, Effort
 from certcli.evaluation.threat import Norm, Pixels, Precision
 
 Radius = float | str
@@ -19,11 +19,8 @@ class PatchOptions(TypedDict, total=False):
     """Of method patch, and of defence patch: `certify.options.Patches`."""
 
     patches: Words
-    procedure: Masking
-    masks: int
+    procedure: str
     bands: Bands
-    band_width: int
-    hide: Hiding
     cell: Sequence[int] | None
     rows: int | None
 

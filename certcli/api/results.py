@@ -9,14 +9,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from certcli.attack.run import RobustAccuracy
-from certcli.evaluation.image_records import Certificate
-from certcli.evaluation.intervals import interval_of_few, share_text
-from certcli.evaluation.threat import (
-    attacked_percent,
-    attacked_radius,
-    percent_ends,
-    proven_radius,
-)
+from certcli.evaluation import image_records, intervals, threat
 from certcli.lipschitz import bound, network
 from certcli.report.document import Audit
 
@@ -66,7 +59,7 @@ class ProvenBound(Shown, network.NetworkBound):
         return _first_rows(("layer", "theorem for", "constant", "product so far"), steps)
 
 
-class Certificates(Shown, list[Certificate]):
+class Certificates(Shown, list[image_records.Certificate]):
     """One certificate an image, in the order of the images."""
 
     @property
@@ -76,11 +69,13 @@ class Certificates(Shown, list[Certificate]):
         hits = sum(one.correct for one in self)
         radii = sorted((one.radius for one in self if one.correct), reverse=True)
         middle = (
-            f", median certified radius {proven_radius(radii[len(radii) // 2], 3)}"
+            f", median certified radius {threat.proven_radius(radii[len(radii) // 2], 3)}"
             if any(radii)
             else ""
         )
-        right = f"{hits} images are classified correctly{interval_of_few(hits, len(self))}"
+        right = (
+            f"{hits} images are classified correctly{intervals.interval_of_few(hits, len(self))}"
+        )
         return f"{len(self)} certificates by {self[0].method}: {right}{middle}"
 
     @property
@@ -88,7 +83,9 @@ class Certificates(Shown, list[Certificate]):
         cells = []
         for one in self:
             certified = (
-                ", ".join(one.held) if isinstance(one.held, tuple) else proven_radius(one.held, 4)
+                ", ".join(one.held)
+                if isinstance(one.held, tuple)
+                else threat.proven_radius(one.held, 4)
             )
             cells.append((str(one.index), str(one.label), str(one.prediction), certified))
         return _first_rows(("image", "label", "prediction", "certified"), cells)
@@ -133,10 +130,11 @@ class AttackCurve(Shown, tuple[AttackedAccuracy, ...]):
     def headline(self) -> str:
         last = self[-1]
         shares = ", ".join(
-            f"{share_text(one.robust, one.images, attacked_percent)} at {attacked_radius(one.epsilon)}"
+            f"{intervals.share_text(one.robust, one.images, threat.attacked_percent)} "
+            f"at {threat.attacked_radius(one.epsilon)}"
             for one in self
         )
-        right = f"{last.images} images, {share_text(last.clean, last.images)} right"
+        right = f"{last.images} images, {intervals.share_text(last.clean, last.images)} right"
         return f"{right}; under {', '.join(last.attacks)} in {last.kind}: {shares}"
 
     @property
@@ -145,9 +143,9 @@ class AttackCurve(Shown, tuple[AttackedAccuracy, ...]):
         for one in self:
             shown.append(
                 (
-                    attacked_radius(one.epsilon),
-                    attacked_percent(one.robust),
-                    f"{percent_ends(one.intervals['robust'])} %",
+                    threat.attacked_radius(one.epsilon),
+                    threat.attacked_percent(one.robust),
+                    f"{threat.percent_ends(one.intervals['robust'])} %",
                 )
             )
         return [("radius", "robust", "95 % interval"), *shown]

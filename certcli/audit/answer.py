@@ -16,10 +16,9 @@ from certcli.evaluation.threat import (
     radius_key,
     rounded_up,
 )
-from certcli.images.datasets import PHOTOGRAPHS
-from certcli.images.labelled import OWN
+from certcli.images import datasets, labelled
 from certcli.report.document import CertifiedShares
-from certcli.report.shares import DENOISER, nearest_published
+from certcli.report.shares import DENOISER, nearest_published, published_sentence
 
 CORRECT = "correct images"
 PENALTY = 0.2
@@ -137,13 +136,11 @@ def _proof(findings: AuditFindings, plan: AuditPlan) -> str:
 def _none(shares: CertifiedShares, radius: float) -> str:
     """Return that proofs certify no image, and of how many."""
     right = shares.clean.hits
-    correct = "" if shares.dataset.split == OWN else "correct "
     if right == 0:
         return f"Correct images among those tried: {_none_of(shares.clean.images, 'images')}."
     source = "By it" if shares.method == "lipschitz" else "Image by image"
-    if right == 1:
-        return f"{source}, the one {correct}image tried is not certified at {proven_radius(radius)}{interval_of_few(0, 1)}."
-    return f"{source}, {_none_of(right, f'{correct}images tried')} is certified at {proven_radius(radius)}."
+    noun = "images tried" if shares.dataset.split == labelled.OWN else "correct images tried"
+    return f"{source}, {_none_of(right, noun)} is certified at {proven_radius(radius)}."
 
 
 def _none_of(images: int, noun: str) -> str:
@@ -291,11 +288,10 @@ def _basis_clause(findings: AuditFindings) -> str:
     """Return what the answer rests on, where the images have no labels or come with certvit."""
     if not findings.own or findings.dataset is None or findings.clean is None:
         return ""
-    shipped = findings.dataset.name == PHOTOGRAPHS
-    count = findings.dataset.images
-    which = f"{count} photographs that come with certvit" if shipped else number_of(count)
-    first = "A first answer, about" if shipped else "About"
-    return f"{first} the network's own answers on {which}: "
+    which = number_of(findings.dataset.images)
+    if findings.dataset.name == datasets.PHOTOGRAPHS:
+        which = f"{findings.dataset.images} photographs that come with certvit"
+    return f"A first answer, about the network's own answers on {which}: "
 
 
 def points(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> list[str]:
@@ -397,4 +393,4 @@ def scale(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> str:
 def published_reference(findings: AuditFindings, size: Sequence[int]) -> str:
     """Return the figures of a published network, if one sees such images."""
     published = None if findings.stopped else nearest_published(size)
-    return "" if published is None else f"For comparison, {published.sentence}"
+    return "" if published is None else f"For comparison, {published_sentence(published)}"

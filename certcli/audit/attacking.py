@@ -13,8 +13,7 @@ from certcli.attack.patch import PatchTarget, attack_patches
 from certcli.attack.settings import AttackSettings
 from certcli.audit import gates, judging, schedule
 from certcli.checkpoint.record import Record
-from certcli.evaluation import intervals, perturbation, threat
-from certcli.evaluation.image_records import AttackRecord, PatchRecord
+from certcli.evaluation import image_records, intervals, perturbation, threat
 from certcli.evaluation.records import packed, unpacked
 from certcli.images.labelled import Images, sent
 from certcli.models.pixels import PixelModel
@@ -83,8 +82,10 @@ class Attacking(schedule.Stage):
         together_at_most = int(AT_ONCE / (max(1, parameters) * steps * settings.restarts))
         largest = max(1, min(limit, together_at_most))
         super().__init__(images, largest, forward * GRADIENT * steps * settings.restarts, team)
-        self._shown: list[tuple[int, AttackRecord]] = []  # with the process that has its pixels
-        self._mine: list[AttackRecord] = []
+        self._shown: list[
+            tuple[int, image_records.AttackRecord]
+        ] = []  # with the process that has its pixels
+        self._mine: list[image_records.AttackRecord] = []
         self.singles: dict[str, float] = {}
 
     @property
@@ -93,7 +94,7 @@ class Attacking(schedule.Stage):
         return super().gain if self.tries else FOOLED
 
     @property
-    def records(self) -> list[AttackRecord]:
+    def records(self) -> list[image_records.AttackRecord]:
         return [record for records in self.rows for record in records]
 
     @property
@@ -105,7 +106,7 @@ class Attacking(schedule.Stage):
             for place, radius in enumerate(self.radii)
         }
 
-    def judge(self, positions: list[int]) -> list[list[AttackRecord]]:
+    def judge(self, positions: list[int]) -> list[list[image_records.AttackRecord]]:
         pixels = sent(self.images.fetch(positions), next(self.model.parameters()).device)
         batch = [(self.images.indices[positions], pixels, self.images.labels[positions])]
         self._mine = []
@@ -120,19 +121,19 @@ class Attacking(schedule.Stage):
             self._mine.append(record)
         return self._by_image(len(positions))
 
-    def _by_image(self, images: int) -> list[list[AttackRecord]]:
+    def _by_image(self, images: int) -> list[list[image_records.AttackRecord]]:
         """Return the records of each image, at the radii that all of them were attacked at."""
         done = len(self._mine) // images * images
         return [self._mine[place:done:images] for place in range(images)]
 
     @staticmethod
-    def pack(piece: list[list[AttackRecord]]) -> list[Any]:
+    def pack(piece: list[list[image_records.AttackRecord]]) -> list[Any]:
         return [packed(records) for records in piece]
 
-    def unpack(self, plain: Any) -> list[list[AttackRecord]]:
-        return [unpacked(AttackRecord, records) for records in plain]
+    def unpack(self, plain: Any) -> list[list[image_records.AttackRecord]]:
+        return [unpacked(image_records.AttackRecord, records) for records in plain]
 
-    def take(self, pieces: Sequence[list[list[AttackRecord]]]) -> None:
+    def take(self, pieces: Sequence[list[list[image_records.AttackRecord]]]) -> None:
         if self.broken and not self.rows and not self.team.several:
             whole = self._by_image(min(self.size, len(self.images)))
             if whole[0]:  # what ended at the smaller radii counts, and larger ones are not tried
@@ -147,9 +148,9 @@ class Attacking(schedule.Stage):
             mine = rank == self.team.rank
             for number, records in enumerate(rows):
                 smallest = next((place for place, row in enumerate(records) if row.fell), None)
-                if smallest is not None:
-                    row = records[smallest]
-                    self._show(rank, self._mine[number + smallest * len(rows)] if mine else row)
+                if smallest is not None and len(self._shown) < EXHIBITS:
+                    place = number + smallest * len(rows)
+                    self._shown.append((rank, self._mine[place] if mine else records[smallest]))
         bare = [
             [
                 [structs.replace(row, image=None, adversarial=None) for row in records]
@@ -159,16 +160,7 @@ class Attacking(schedule.Stage):
         ]
         super().take(bare)
 
-    def _show(self, rank: int, row: AttackRecord) -> None:
-        """Keep a fooled image; when full, in place of one that is none as an 8-bit file."""
-        if len(self._shown) < EXHIBITS:
-            self._shown.append((rank, row))
-        elif row.as_8bit:
-            places = [n for n, (_, other) in enumerate(self._shown) if not other.as_8bit]
-            if places:
-                self._shown[places[0]] = (rank, row)
-
-    def exhibits(self) -> list[AttackRecord]:
+    def exhibits(self) -> list[image_records.AttackRecord]:
         """Fooled images with pixels, from the process that attacked them. All call it.
 
         Also of all processes the largest change of a pixel value by a success at each radius.
@@ -261,7 +253,7 @@ class PatchAttacking(schedule.Stage):
         device = next(self.model.parameters()).device
         labels = self.images.labels[positions].tolist()
         indices = self.images.indices[positions].tolist()
-        rows: list[PatchRecord] = attack_patches(
+        rows: list[image_records.PatchRecord] = attack_patches(
             self.target, indices, sent(pixels, device), labels, self.patch, self.settings
         )
         if self.pair is None and rows[0].adversarial is not None:

@@ -148,7 +148,6 @@ def pictures_of(
     """
     images = None if anonymous else findings.images
     galleries: dict[str, page.Gallery] = {}
-    examples: list[page.Figure] = []
     if findings.patched_pair is not None and findings.patch_attack is not None:
         before, after = findings.patched_pair
         size = findings.patch_attack.patch.replace("x", " x ")
@@ -157,9 +156,8 @@ def pictures_of(
             (page.data_uri(after), f"the image with a patch of {size} pixels"),
         ]
         caption = f"A patch of {size} pixels: at this place it changes the class that the network gives without masks."
-        examples.append(page.Figure(caption, pair, _large(before)))
-    if examples:
-        galleries["patch"] = page.Gallery("What such a patch looks like", "", examples)
+        example = page.Figure(caption, pair, _large(before))
+        galleries["patch"] = page.Gallery("What such a patch looks like", "", [example])
     if findings.exhibits:
         shown = next((row for row in findings.exhibits if row.as_8bit), findings.exhibits[0])
         galleries["first"] = page.Gallery("", "", [_first_figure(shown, names)])
@@ -182,7 +180,8 @@ def _first_figure(row: Any, names: Sequence[str]) -> page.Figure:
 
 
 def _fooled(row: Any, names: Sequence[str], images: Images | None) -> page.Figure:
-    uris, factor = page.triple(row.image, row.adversarial)
+    change, factor = page.magnified(row.image, row.adversarial)
+    uris = (page.data_uri(pixels) for pixels in (row.image, change, row.adversarial))
     before = names[row.prediction]
     after = names[row.adversarial_prediction]
     image = f"image {row.index}" if images is None else images.named(row.index)

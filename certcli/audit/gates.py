@@ -135,16 +135,6 @@ class FailOn:
     value: float
     patch: str | None = None
 
-    def met(self, measured: float) -> bool:
-        """Whether the expression, which describes a failure, is true."""
-        signs = {
-            "<": measured < self.value,
-            "<=": measured <= self.value,
-            ">": measured > self.value,
-            ">=": measured >= self.value,
-        }
-        return signs[self.sign]
-
     @property
     def demand(self) -> intervals.Demand:
         """Return what a share of the images must meet."""
@@ -308,7 +298,8 @@ def _judged_bound(gate: FailOn, findings: AuditFindings) -> GateResult:
         why = "; ".join(item.why for item in missing) or "nothing was found"
         return _unmeasured(gate, why, any(item.for_time for item in missing))
     upper = math.inf if bound.upper == "inf" else float(bound.upper)
-    verdict = intervals.FAILED if gate.met(upper) else intervals.PASSED
+    missed = upper > gate.value or (gate.sign == ">=" and upper == gate.value)
+    verdict = intervals.FAILED if missed else intervals.PASSED
     return GateResult(
         fail_on=gate.text,
         passed=verdict == intervals.PASSED,

@@ -13,8 +13,7 @@ import torch
 
 from certcli.audit import gates, schedule
 from certcli.certify.certificate import Certifier, certified_accuracy
-from certcli.evaluation import intervals, record_lines, records
-from certcli.evaluation.image_records import Certificate, PatchCertificate
+from certcli.evaluation import image_records, intervals, record_lines, records
 from certcli.evaluation.threat import Threat, power_of_ten, rounded_up
 from certcli.images.labelled import Images, sent
 from certcli.lipschitz import bound, estimate
@@ -67,32 +66,21 @@ def drivers(proven: NetworkBound) -> str:
     """Return "each of 25 LayerNorms alone contributes 1000", for layers that carry log(bound)."""
     if not proven.upper > 0.0 or proven.upper.log10() < LOOSE:
         return ""
-    whole = proven.upper.log10()
     kinds: dict[str, list[float]] = {}
     for charge in proven.charges:
         if charge.constant.finite and charge.constant > 0.0:
             kinds.setdefault(charge.kind, []).append(charge.constant.log10())
-    heaviest = sorted(kinds.items(), key=lambda item: -sum(item[1]))[:2]
-    sentences = []
-    for kind, logs in heaviest:
-        if sum(logs) < DRIVER_SHARE * whole:
-            continue
-        low = _round(min(logs))
-        high = _round(max(logs))
-        size = high if low == high else f"{low} to {high}"
-        sentences.append(
-            f"the {kind} contributes {size}"
-            if len(logs) == 1
-            else f"each of {len(logs)} {kind}s {size}"
-        )
-    if sentences and sentences[0].startswith("each"):
-        head, _, tail = sentences[0].partition("s ")
-        sentences[0] = f"{head}s alone contributes {tail}"
-    return ", ".join(sentences)
+    clauses = []
+    for kind, logs in sorted(kinds.items(), key=lambda item: -sum(item[1]))[:2]:
+        if sum(logs) >= DRIVER_SHARE * proven.upper.log10():
+            of = f"the {kind}" if len(logs) == 1 else f"each of {len(logs)} {kind}s"
+            size = " to ".join(dict.fromkeys(map(_two_digits, (min(logs), max(logs)))))
+            clauses.append(f"{of} alone contributes {size}")
+    return ", ".join(clauses)
 
 
-def _round(log10: float) -> str:
-    """Two digits: 1000, 0.35, 10^9."""
+def _two_digits(log10: float) -> str:
+    """Return 1000, 0.35, 10^9."""
     return f"{float(f'{10**log10:.2g}'):,g}" if -3 < log10 < 5 else power_of_ten(log10)
 
 
@@ -322,7 +310,7 @@ class Certifying(schedule.Stage):
             for threat in self.threats
         }
 
-    def judge(self, positions: list[int]) -> list[Certificate]:
+    def judge(self, positions: list[int]) -> list[image_records.Certificate]:
         if self.certifier is None:
             self.certifier = self.make()
         indices = self.images.indices[positions].tolist()
@@ -333,10 +321,10 @@ class Certifying(schedule.Stage):
     def pack(piece: Any) -> Any:
         return records.packed(piece)
 
-    def unpack(self, plain: Any) -> list[Certificate]:
+    def unpack(self, plain: Any) -> list[image_records.Certificate]:
         # a process without images has made no certifier
         return records.unpacked(
-            PatchCertificate if self.name == "patch" else Certificate,
+            image_records.PatchCertificate if self.name == "patch" else image_records.Certificate,
             plain,
         )
 

@@ -31,11 +31,9 @@ def seconds_a_draw(
         run(rows)
         return clock() - started
 
-    single = timed(1)
-    if single > SHORT:  # the network, or what a device does once
-        single = timed(1)
-    rows = min(batch_size, max(1, int(SHORT / max(single, 1e-6))))
-    return timed(rows) / rows if single <= SHORT else single
+    # the first one holds what a device does once
+    rows = min(batch_size, max(1, int(SHORT / max(timed(1), 1e-6))))
+    return timed(rows) / rows
 
 
 def duration(seconds: float) -> str:

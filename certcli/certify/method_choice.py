@@ -1,7 +1,6 @@
 """Which certificate is worth having: a proof where one reaches, else a statement of chance."""
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -57,17 +56,8 @@ def certified_at(rows: Sequence[Certificate], radius: float) -> int:
     return sum(row.holds_at(Threat("l2", radius)) for row in rows)
 
 
-TRIED = 256
-"""Images at most on which the bound is tried."""
-TRIED_LOCAL = 6
-PATIENCE = 20.0
-"""Images at most on which local certificates are tried, and the seconds after which no other is
-begun.
-"""
-BESIDE = 60.0
-"""Seconds that local certificates of all images may take, by those tried, to stand beside another
-method.
-"""
+TRIED = {"lipschitz": 256, "local": 6}
+"""Images at most on which a method is tried."""
 ENCLOSED = 20_000
 """Entries of the largest tensor up to which enclosures are tried: seconds an image."""
 
@@ -97,79 +87,38 @@ def choose_method(
     """
     model = load_double(checkpoint, device)
     ready = dict[str, Certifier]()
-    bound, useful = _try_bound(model, checkpoint, images, radius, batch_size, ready)
-    if useful:
-        return MethodChoice("lipschitz", f"{bound}, with proof", ready=ready)
-    alternatives = tuple(ready)
-    local, useful, seconds = _try_local(model, images, radius, ready)
-    if useful:
-        return MethodChoice("local", f"{bound}; {local}, with proof", alternatives, ready)
-    if seconds * len(images) <= BESIDE:
-        alternatives = (*alternatives, "local")
-    reason = f"{bound}; {local}; noise may certify more, with probability"
-    return MethodChoice("smoothing", reason, alternatives, ready)
+    reasons = []
 
-
-def _try_bound(
-    model: PixelModel,
-    checkpoint: Checkpoint,
-    images: Images,
-    radius: float,
-    batch_size: int,
-    ready: dict[str, Certifier],
-) -> tuple[str, bool]:
-    """Return what the global bound certifies, in words, and whether that is worth having."""
-    try:
+    def bounded() -> Certifier:
         certifier = lipschitz_certifier(model, checkpoint.record.classes)
-    except NoBoundError as failure:
-        return f"the global bound gives {failure.message}", False
-    why = why_hopeless(certifier.bound.upper.log10(), radius)
-    if why is not None:
-        return why, False
-    ready["lipschitz"] = certifier
-    sample = images.limit(TRIED)
-    rows = [row for batch in certify_images(certifier, sample, batch_size) for row in batch]
-    name = certifier.title.partition(",")[0]
-    certified = counted(certified_at(rows, radius), len(rows), digits=1)
-    words = f"the {name} certifies {certified} at {proven_radius(radius)}"
-    return words, is_useful(rows, radius)
+        why = why_hopeless(certifier.bound.upper.log10(), radius)
+        if why is not None:
+            raise NoBoundError(why)
+        return certifier
 
+    def enclosed() -> Certifier:
+        if largest_tensor(model) > ENCLOSED:
+            raise NoBoundError("a local certificate would take minutes an image")
+        return LocalCertifier(model, model.input_size, Local())
 
-def _try_local(
-    model: PixelModel, images: Images, radius: float, ready: dict[str, Certifier]
-) -> tuple[str, bool, float]:
-    """Certify a few images locally, of a network whose enclosures take seconds.
-
-    Returns:
-        The result in words, whether it is worth having, seconds an image (infinite without any).
-    """
-    if largest_tensor(model) > ENCLOSED:
-        return "a local certificate would take minutes an image", False, math.inf
-    try:
-        certifier = ready["local"] = LocalCertifier(model, model.input_size, Local())
-        sample, rows, started = images.limit(TRIED_LOCAL), list[Certificate](), time.perf_counter()
-        for indices, pixels, labels in sample.batches(1):
-            rows += certifier.certificates(indices.tolist(), pixels, labels.tolist())
-            if time.perf_counter() - started > PATIENCE:
-                break
-    except NoBoundError as failure:
-        return failure.message, False, math.inf
-    seconds = (time.perf_counter() - started) / len(rows)
-    right = [row for row in rows if row.correct]
-    certified = certified_at(rows, radius)
-    words = (
-        f"local certificates hold at {proven_radius(radius)} for {certified} of {len(right)} images tried"
-        f" ({_radii_text(right)})"
-    )
-    return words, is_useful(rows, radius), seconds
-
-
-def _radii_text(rows: Sequence[Certificate]) -> str:
-    middle = sorted(row.radius for row in rows)[len(rows) // 2] if rows else 0.0
-    rungs = sorted({row.rung for row in rows if row.rung})
-    return (
-        f"median radius {proven_radius(middle, 2)}{', by ' if rungs else ''}{' and '.join(rungs)}"
-    )
+    for method, make, step in (("lipschitz", bounded, batch_size), ("local", enclosed, 1)):
+        try:
+            certifier = ready[method] = make()
+            sample = images.limit(TRIED[method])
+            rows = [row for batch in certify_images(certifier, sample, step) for row in batch]
+        except NoBoundError as failure:
+            reasons.append(failure.message)
+            continue
+        certified = counted(certified_at(rows, radius), len(rows), digits=1)
+        name = certifier.title.partition(",")[0]
+        reasons.append(f"{name}: {certified} certified at {proven_radius(radius)}")
+        if is_useful(rows, radius):
+            others = tuple(other for other in ready if other != method)
+            return MethodChoice(method, f"{'; '.join(reasons)}, with proof", others, ready)
+    few = len(images) <= TRIED["local"]  # then all of them were tried
+    further = tuple(method for method in ready if method != "local" or few)
+    reason = f"{'; '.join(reasons)}; noise may certify more, with probability"
+    return MethodChoice("smoothing", reason, further, ready)
 
 
 def largest_tensor(model: PixelModel) -> int:

@@ -3,6 +3,7 @@ reads them.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -139,11 +140,11 @@ class Local(CertifierOptions):
 
 DOUBLE_MASKING: Literal["double-masking"] = "double-masking"
 VOTING: Literal["voting"] = "voting"
-Masking = Literal["double-masking", "voting"]
 Bands = Literal["columns", "rows", "blocks"]
 Hiding = Literal["auto", "tokens", "pixels"]
 MOST_ROWS = 4096
 MOST_PATCHES = 32
+_PROCEDURE = re.compile(rf"({DOUBLE_MASKING}|{VOTING})(?::([1-9]\d{{0,3}}))?")
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,7 @@ class Patches(CertifierOptions):
 
     Args:
         bands: what each vote sees, columns, rows or blocks.
+        hide: tokens or pixels, as records state it; auto drops tokens where that is possible.
         cell: (height, width) in pixels of what is hidden together; None asks the network.
         rows: passes in a batch; None takes the device's usual number.
 
@@ -167,21 +169,24 @@ class Patches(CertifierOptions):
         "--patch",
         metavar="SIZE",
     )
-    procedure: Masking = option(
-        DOUBLE_MASKING, "How the defended classifier decides: double-masking, or voting over bands."
+    procedure: str = option(
+        DOUBLE_MASKING,
+        "How the defended classifier decides: double-masking[:K] (K x K masks; a larger K hides less "
+        "and takes more passes), or voting[:W] (over bands of W cells). Default of both numbers: 3.",
+        metavar="NAME[:N]",
     )
-    masks: int = option(3, "K x K masks. A larger K hides less and takes more passes.", metavar="K")
     bands: Bands = "columns"
-    band_width: int = option(3, "Width of a band in cells (in tokens, if tokens are dropped).")
-    hide: Hiding = option(
-        "auto",
-        "tokens (dropped: ViT, DeiT), pixels (grey: any network), auto (tokens where possible).",
-    )
+    hide: Hiding = "auto"
     cell: Sequence[int] | None = None
     rows: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if _PROCEDURE.fullmatch(str(self.procedure)) is None:
+            raise UsageError(
+                f"unknown procedure '{self.procedure!s:.40}'",
+                "double-masking[:K], with K x K masks, or voting[:W], over bands of W cells",
+            )
         if self.cell is not None and [*map(type, self.cell)] != [int, int]:
             raise UsageError(f"cell {list(self.cell)} is not (height, width) in pixels")
         if (
@@ -191,6 +196,19 @@ class Patches(CertifierOptions):
             raise UsageError(
                 f"rows is between 1 and {MOST_ROWS}, and patches are at most {MOST_PATCHES}"
             )
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """As `CertifierOptions.of`; records state the number of a procedure beside its name."""
+        number = values.get("masks", values.get("band_width"))
+        named = {} if number is None else {"procedure": f"{values['procedure']}:{number}"}
+        return super().of({**values, **named})
+
+    @property
+    def decided_by(self) -> tuple[str, int]:
+        """The procedure's name, and its K or W."""
+        name, _, number = self.procedure.partition(":")
+        return name, int(number or 3)
 
     def sizes(self, image: tuple[int, int]) -> list[Patch]:
         """Return the patches for (height, width), as named; UsageError when there is none."""
@@ -297,26 +315,26 @@ class Smoothing(CertifierOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.sigma <= LARGEST_SIGMA:
-            raise UsageError(
-                f"--sigma {self.sigma:g} is not a number above 0, and at most {LARGEST_SIGMA:g}",
-                "--sigma 0.25",
-            )
-        if not 0 < self.alpha < 1:
-            raise UsageError(f"--alpha {self.alpha:g} is not between 0 and 1", "--alpha 0.001")
-        if min(self.n0, self.samples) < 1 or max(self.n0, self.samples) > MOST_DRAWS:
-            raise UsageError(
-                f"--n0 and --samples must be between 1 and {MOST_DRAWS:,}",
-                "--n0 100 --samples 1000",
-            )
-        if self.enough is not None and not 0 <= self.enough < math.inf:
-            raise UsageError(
-                f"--enough {self.enough:g} is not a finite radius >= 0", "--enough 0.25"
-            )
-        if self.decide and self.enough is None:
-            raise UsageError("--decide needs a radius to decide about", "--enough 0.25")
-        if not 0 <= self.seed < 1 << 64:
-            raise UsageError(f"--seed {self.seed} is not between 0 and 2^64", "--seed 0")
+        draws = min(self.n0, self.samples) >= 1 and max(self.n0, self.samples) <= MOST_DRAWS
+        enough = self.enough is None or 0 <= self.enough < math.inf
+        for value, good, hint in (
+            (
+                f"--sigma {self.sigma:g}",
+                0 < self.sigma <= LARGEST_SIGMA,
+                f"above 0, at most {LARGEST_SIGMA:g}",
+            ),
+            (f"--alpha {self.alpha:g}", 0 < self.alpha < 1, "between 0 and 1, as 0.001"),
+            (f"--n0 {self.n0} --samples {self.samples}", draws, f"each from 1 to {MOST_DRAWS:,}"),
+            (f"--enough {self.enough}", enough, "a finite radius >= 0, as 0.25"),
+            (
+                "--decide without a radius",
+                not self.decide or self.enough is not None,
+                "--enough 0.25",
+            ),
+            (f"--seed {self.seed}", 0 <= self.seed < 1 << 64, "from 0 to 2^64"),
+        ):
+            if not good:
+                raise UsageError(f"{value} is not possible", hint)
 
     def require_reach(self) -> None:
         """Raise UsageError unless these draws can certify a radius, and one beyond `enough`."""

@@ -30,6 +30,8 @@ WORDS = "certvit.words"
 """Key in the context of the typed words of a command."""
 ONCE = {"sigma": "run them one by one: each sigma smooths another network"}
 """Options of one value that may be meant to take several -> what to do instead."""
+
+
 _columns = shutil.get_terminal_size().columns
 
 

@@ -1,20 +1,20 @@
 """Find the largest eta at which the network keeps its first choices on held-out images.
 
-A trial constrains all layers roughly at one eta and compares the held-out logits. These move almost
+A trial constrains all layers to a coarser tolerance at one eta and compares the held-out logits. These move almost
 in proportion to eta, so the line from the old logits through the new ones predicts the eta at which
 each first choice changes (`ReferenceLogits.reach`); the next trial is made there. Then the layers
 are constrained exactly and judged again by their own logits, on all images; a trial runs those that
-change first (`ReferenceLogits.trial_logits`). The statistics are gathered once. A
-trial takes a third of the time of an exact round; one or two suffice.
+change first (`ReferenceLogits.trial_logits`). The statistics are gathered once. One
+or two trials suffice.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from certcli.constrain.network import LayerCalibration, LayerResult, constrain_to, try_at, write
+from certcli.constrain.network import LayerCalibration, LayerResult, constrain_to, write
 from certcli.constrain.prox import Eigenbasis
 from certcli.constrain.settings import ConstrainSettings
 from certcli.evaluation.fidelity import (
@@ -34,7 +34,7 @@ ROUNDS = 3
 """Most exact rounds: one, unless rough and exact weights differ in the choices that they keep."""
 
 ROUGH = 0.005
-"""Tolerance of a trial: its norms lie within this share of the least ones, as float32 sees them."""
+"""Tolerance of a trial: its norms lie within this share of the least ones."""
 
 START = 0.01
 """The first eta tried, near the result for networks of photographs."""
@@ -97,39 +97,38 @@ def constrain_keeping(
     fidelity = unchanged = reference.compare(reference.before)
 
     def judged(
-        weights: Mapping[str, Tensor], eta: float, logits_of: Callable[[Any], Tensor]
-    ) -> tuple[bool, float]:
-        """Return whether these weights keep enough, and the predicted eta that just does.
+        settings: ConstrainSettings, logits_of: Callable[[Any], Tensor]
+    ) -> tuple[list[LayerResult], bool, float]:
+        """Return the layers at these settings, whether they keep enough, and the predicted eta that
+        just does.
 
         The leader decides for all processes.
         """
+        results = []
+        for result in constrain_to(calibration, settings, bases):
+            results.append(result)
+            report(settings.eta, result.path)
 
         def look() -> tuple[bool, float]:
             nonlocal fidelity
-            write(model, weights)
+            write(model, {result.path: result.weight for result in results})
             fidelity = reference.compare(logits_of(model))
             write(model, originals)
-            return keeps_enough(fidelity, keep), _SAFE * eta * allowed_share(fidelity, keep, FAR)
+            aim = _SAFE * settings.eta * allowed_share(fidelity, keep, FAR)
+            return keeps_enough(fidelity, keep), aim
 
-        return calibration.team.agree(look)
+        return results, *calibration.team.agree(look)
 
     def trial(eta: float) -> tuple[bool, float]:
-        weights = {}
-        for path, weight in try_at(calibration, replace(settings, eta=eta, tolerance=ROUGH), bases):
-            weights[path] = weight
-            report(eta, path)
-        return judged(weights, eta, reference.trial_logits)
+        rough = replace(settings, eta=eta, tolerance=ROUGH)
+        _, enough, aim = judged(rough, reference.trial_logits)
+        return enough, aim
 
     eta = search_eta(trial)
     for turn in range(1, ROUNDS + 1):
-        results = []
-        for result in constrain_to(calibration, replace(settings, eta=eta), bases=bases):
-            results.append(result)
-            report(eta, result.path)
-        weights = {result.path: result.weight for result in results}
-        enough, aim = judged(weights, eta, reference.logits)
+        results, enough, aim = judged(replace(settings, eta=eta), reference.logits)
         if enough:
-            write(model, weights)
+            write(model, {result.path: result.weight for result in results})
             return KeepResult(eta, results, fidelity)
         nearer = eta / 2 if turn == ROUNDS - 1 else eta / _NEAR  # the last round must keep enough
         eta = min(aim, nearer) if aim > 0 else nearer

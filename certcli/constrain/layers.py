@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from certcli.images.labelled import sent
-from certcli.lipschitz.numerics.convolution import conv_norm
+from certcli.lipschitz.numerics.convolution import Geometry, conv_norm
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.system.errors import DataError, UsageError, raise_if
 from certcli.system.torch_modes import fast_products
@@ -102,29 +102,24 @@ def require_finite_inputs(path: str, diagonal: Tensor) -> None:
     )
 
 
-def conv_geometry(module: nn.Module, value: Tensor) -> dict[str, Any] | None:
-    """Return the arguments of `conv_norm` for a zero-padded convolution; None: other modules."""
+def conv_geometry(module: nn.Module, value: Tensor) -> Geometry | None:
+    """Return the geometry of a zero-padded convolution without groups; None: other modules."""
     if not isinstance(module, nn.Conv2d):
         return None
     padding = module._reversed_padding_repeated_twice
     if module.padding_mode != "zeros" and any(padding):
         return None
-    return {
-        "stride": module.stride,
-        "padding": tuple(zip(padding[-2::-2], padding[-1::-2])),
-        "dilation": module.dilation,
-        "groups": 1,
-        "input_size": tuple(value.shape[-2:]),
-    }
+    pairs = tuple(zip(padding[-2::-2], padding[-1::-2]))
+    return Geometry(module.stride, pairs, module.dilation, 1, tuple(value.shape[-2:]))
 
 
-def proven_norm(weight: Tensor, conv: Mapping[str, Any] | None) -> float:
+def proven_norm(weight: Tensor, conv: Geometry | None) -> float:
     """Bound the layer's norm: of the zero-padded convolution itself, or the out x in matrix.
 
     weight has the parameter's shape. The matrix is the operator for Linear; for a circular or
     reflecting padding, it is a surrogate.
     """
-    return spectral_norm(weight.double().flatten(1)) if conv is None else conv_norm(weight, **conv)
+    return spectral_norm(weight.double().flatten(1)) if conv is None else conv_norm(weight, conv)
 
 
 def input_rows(
@@ -143,11 +138,8 @@ def input_rows(
     padding = module._reversed_padding_repeated_twice
     for piece in images.split(max(1, CHUNK_BYTES // (8 * width * _window_count(module, images)))):
         padded = F.pad(piece, padding, mode=mode) if any(padding) else piece
-        if module.kernel_size == module.stride and module.dilation == (1, 1):
-            yield _disjoint_patches(padded, *module.kernel_size).to(dtype)
-        else:
-            patches = F.unfold(padded, module.kernel_size, module.dilation, 0, module.stride)
-            yield patches.mT.reshape(-1, width).to(dtype)
+        patches = F.unfold(padded, module.kernel_size, module.dilation, 0, module.stride)
+        yield patches.mT.reshape(-1, width).to(dtype)
 
 
 def sampled(module: nn.Module, value: Tensor, count: int, seed: int) -> Iterator[Tensor]:
@@ -190,12 +182,3 @@ def _window_count(module: nn.Conv2d, value: Tensor) -> int:
             module.stride,
         )
     )
-
-
-def _disjoint_patches(images: Tensor, height: int, width: int) -> Tensor:
-    """Reshape (b, c, H, W) -> (b * patches, c * height * width), 5 times as fast as unfold."""
-    down = images.shape[2] // height
-    across = images.shape[3] // width
-    images = images[:, :, : down * height, : across * width]
-    patches = images.unflatten(3, (across, width)).unflatten(2, (down, height))
-    return patches.permute(0, 2, 4, 1, 3, 5).reshape(-1, images.shape[1] * height * width)

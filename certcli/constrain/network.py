@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from certcli.constrain.layers import Batches
 from certcli.constrain.prox import Eigenbasis, eigenbasis
 from certcli.constrain.settings import ConstrainSettings
-from certcli.constrain.single_ellipsoid import least_norm, roughly
+from certcli.constrain.single_ellipsoid import least_norm
 from certcli.constrain.statistics import (
     GramSums,
     LayerStatistics,
@@ -130,18 +130,6 @@ def constrain_layer(
     return result, basis
 
 
-def try_layer(
-    layer: LayerStatistics, settings: ConstrainSettings, basis: Eigenbasis | None
-) -> tuple[Tensor, Eigenbasis]:
-    """Return a weight near `constrain_layer`'s, for a trial, and the basis of the statistics.
-
-    It takes a third of the iterations and no float64 product: the weight is within the tolerance of
-    the least norm as float32 sees it, and is not measured.
-    """
-    basis = eigenbasis(layer.gram, settings.ridge) if basis is None else basis
-    return roughly(layer, basis, settings).to(layer.dtype).reshape(layer.shape), basis
-
-
 def cast_inside(layer: LayerStatistics, weight: Tensor, eta: float) -> tuple[Tensor, float]:
     """Return the weight in the parameter's form, and its relative error, <= eta when rounded.
 
@@ -161,7 +149,7 @@ def cast_inside(layer: LayerStatistics, weight: Tensor, eta: float) -> tuple[Ten
 
 
 Computed = tuple[str, Any, Tensor]
-"""Of a layer: its path, plain values, its weight."""
+"""Of a layer: its path, the plain values of its result, its weight."""
 
 BASES_BYTES = 2**29
 """Most bytes of eigenbases kept for another eta: all of ViT-S's and Swin-T's, half of ViT-B's."""
@@ -265,62 +253,36 @@ def constrain_to(
     settings: ConstrainSettings,
     bases: dict[str, Eigenbasis] | None = None,
 ) -> Iterator[LayerResult]:
-    """Constrain each layer at the settings' eta; see `write`.
+    """Constrain each layer at the settings' eta, whichever process computes it; see `write`.
 
     Large weights are mapped from files (`certcli.models.weights`).
 
     Args:
         bases: eigenbases known from another eta; new ones are added up to BASES_BYTES.
     """
+    spool = Spool()
 
-    def exactly(layer: LayerStatistics, basis: Eigenbasis | None) -> tuple[Any, Tensor, Eigenbasis]:
+    def one(layer: LayerStatistics) -> tuple[LayerResult, Eigenbasis | None]:
         eta = settings.eta
         if settings.mean_squared is not None:
             eta = layer.eta_of(settings.mean_squared)
-        result, basis = constrain_layer(layer, replace(settings, eta=eta), basis)
-        return {**vars(result), "weight": None}, result.weight, basis
-
-    for _, plain, weight in _for_each(calibration, exactly, bases):
-        yield LayerResult(**{**plain, "weight": weight})
-
-
-def try_at(
-    calibration: LayerCalibration,
-    settings: ConstrainSettings,
-    bases: dict[str, Eigenbasis] | None = None,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield path and weight of layers, near those of `constrain_to`: for trials only."""
-
-    def about(layer: LayerStatistics, basis: Eigenbasis | None) -> tuple[Any, Tensor, Eigenbasis]:
-        return None, *try_layer(layer, settings, basis)
-
-    for path, _, weight in _for_each(calibration, about, bases):
-        yield path, weight
-
-
-def _for_each(
-    calibration: LayerCalibration,
-    work: Callable[[LayerStatistics, Eigenbasis | None], tuple[Any, Tensor, Eigenbasis]],
-    bases: dict[str, Eigenbasis] | None,
-) -> Iterator[Computed]:
-    """Yield path, plain values and weight of every layer, whichever process computed it."""
-    spool = Spool()
-
-    def one(layer: LayerStatistics) -> tuple[str, Any, Tensor, Eigenbasis | None]:
-        plain, weight, basis = work(layer, None if bases is None else bases.get(layer.path))
+        stored = None if bases is None else bases.get(layer.path)
+        result, basis = constrain_layer(layer, replace(settings, eta=eta), stored)
         # a basis takes as much memory as the layer's Gram matrix
-        return layer.path, plain, weight, None if bases is None else basis
+        return result, None if bases is None else basis
 
     def own_layers() -> Iterator[Computed]:
         for part in calibration.parts():
-            for path, plain, weight, basis in compute_in_parallel(one, part, calibration.workers):
+            for result, basis in compute_in_parallel(one, part, calibration.workers):
+                path = result.path
                 if bases is not None and basis is not None:
                     others = (other.vectors.nbytes for name, other in bases.items() if name != path)
                     if sum(others) + basis.vectors.nbytes <= BASES_BYTES:
                         bases[path] = basis
-                yield path, plain, spool.keep(weight)
+                yield path, {**vars(result), "weight": None}, spool.keep(result.weight)
 
-    yield from _for_all_processes(calibration, own_layers())
+    for _, plain, weight in _for_all_processes(calibration, own_layers()):
+        yield LayerResult(**{**plain, "weight": weight})
 
 
 def _for_all_processes(

@@ -85,8 +85,11 @@ def least_norm(layer: LayerStatistics, basis: Eigenbasis, settings: ConstrainSet
     if radius == 0.0:
         norm = float(penalty.value(layer.weight))
         return Solution(layer.weight.clone(), 0, 0.0, norm, norm)
-    inside, frame = _framed(layer.weight, basis, radius, penalty, settings)
-    exact = inside.centre
+    exact = layer.weight @ basis.vectors
+    frame = None
+    if penalty.invariant and len(exact) > exact.shape[1]:
+        frame, exact = torch.linalg.qr(exact)
+    inside = _Ellipsoid(exact, basis, radius, penalty, settings, not penalty.invariant)
     single = exact.numel() >= SINGLE_FROM and settings.tolerance >= SINGLE_GAP
     fast = inside.to(torch.float32) if single else inside
     prox = penalty.sequence()
@@ -113,46 +116,6 @@ def least_norm(layer: LayerStatistics, basis: Eigenbasis, settings: ConstrainSet
     solution = exact + offset_best
     weight = (solution if frame is None else frame @ solution) @ basis.vectors.mT
     return Solution(weight, iteration, residual, objective, proven)
-
-
-def roughly(layer: LayerStatistics, basis: Eigenbasis, settings: ConstrainSettings) -> Tensor:
-    """Solve `least_norm` in float32 to the tolerance, without judging it, for a trial: (out, in).
-
-    The units are |W0|_F and G's mean eigenvalue, because float32 ends at 1e38.
-    """
-    penalty: Penalty = PENALTIES.load(settings.prox)
-    centre = layer.weight
-    radius = settings.eta * settings.eta * float(layer.output_energy)
-    if radius == 0.0:
-        return centre.float()
-    size = float(centre.norm())
-    unit = float(basis.values.mean())
-    single = replace(basis, values=(basis.values / unit).float(), vectors=basis.vectors.float())
-    inside, frame = _framed(
-        (centre / size).float(), single, radius / (size * size * unit), penalty, settings
-    )
-    prox = penalty.sequence()
-    lower = 0.0
-    for iteration, _, _, step in _iterates(inside, prox):
-        lower = max(lower, step.lower)
-        if (
-            iteration >= settings.iterations
-            or inside.upper(step) <= (1.0 + settings.tolerance) * lower
-        ):
-            break
-    solution = inside.centre + step.share * step.moved
-    return (solution if frame is None else frame @ solution) @ (size * single.vectors.mT)
-
-
-def _framed(
-    centre: Tensor, basis: Eigenbasis, radius: float, penalty: Penalty, settings: ConstrainSettings
-) -> "tuple[_Ellipsoid, Tensor | None]":
-    """Return the ellipsoid in the eigenbasis; F where matrices are of W0's column space."""
-    turned = centre @ basis.vectors
-    frame = None
-    if penalty.invariant and len(turned) > turned.shape[1]:
-        frame, turned = torch.linalg.qr(turned)
-    return _Ellipsoid(turned, basis, radius, penalty, settings, not penalty.invariant), frame
 
 
 def _iterates(

@@ -15,9 +15,8 @@ whose Gram matrix has condition 3e7.
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,49 +34,22 @@ from certcli.constrain.layers import (
     sampled,
     visiting,
 )
+from certcli.lipschitz.numerics.convolution import Geometry
 from certcli.system.errors import UsageError, raise_if
-
-ROWS = 1024
-"""Rows of a layer's inputs that wait for one product, beside which its sum in float64 is cheap."""
-
-STRIPS = 8
-"""Strips of a sum, each computed from its diagonal on: 9 of 16 parts of the products and of the sums."""
 
 
 @dataclass
 class GramSums:
-    """The sum of one pass for one layer, (in, in), and the rows that are not in it yet.
-
-    Below the diagonal the sum is complete after `mirror` only.
-    """
+    """The sum of one pass for one layer, X X^T (in, in) in float64."""
 
     gram: Tensor
-    conv: dict[str, Any] | None
+    conv: Geometry | None
     tokens: int = 0
-    waiting: list[Tensor] = field(default_factory=list)
 
     def add(self, columns: Tensor) -> None:
-        """Add X X^T of the rows (tokens, in), those below float64 ROWS at a time."""
+        """Add X X^T of the rows (tokens, in), a product in their precision."""
         self.tokens += len(columns)
-        self.waiting.append(columns)
-        if columns.dtype == torch.float64 or sum(map(len, self.waiting)) >= ROWS:
-            self.settle()
-
-    def settle(self) -> None:
-        """Add the rows that wait."""
-        if not self.waiting:
-            return
-        columns = torch.cat(self.waiting)
-        self.waiting.clear()
-        width = columns.shape[1]
-        step = -(-width // STRIPS)
-        for start in range(0, width, step):
-            strip = columns[:, start : start + step]
-            self.gram[start : start + step, start:] += strip.mT @ columns[:, start:]
-
-    def mirror(self) -> None:
-        """Copy what lies above the diagonal below it."""
-        self.gram.triu_().add_(self.gram.triu(1).mT)
+        self.gram += columns.mT @ columns
 
 
 MOST_ETA = 0.999
@@ -105,7 +77,7 @@ class LayerStatistics:
     shape: tuple[int, ...]
     dtype: torch.dtype
     held_out: Tensor | None = None
-    conv: Mapping[str, Any] | None = None
+    conv: Geometry | None = None
     tokens: int = 0
 
     @cached_property
@@ -145,7 +117,7 @@ class LayerStatistics:
     @property
     def overlapping(self) -> bool:
         """Return whether this is a convolution whose windows share pixels."""
-        return self.conv is not None and tuple(self.conv["stride"]) != tuple(self.shape[2:])
+        return self.conv is not None and tuple(self.conv.stride) != tuple(self.shape[2:])
 
     def widened(self) -> "LayerStatistics":
         """Return a copy with the weight in float64; before, it shares the parameter's memory."""
@@ -283,9 +255,6 @@ def gathering(
     with visiting(model, paths, _adding(sums_of, sample)):
         yield sums_of
     for path, sums in sums_of.items():
-        with torch.inference_mode():
-            sums.settle()
-            sums.mirror()
         require_finite_inputs(path, sums.gram.diagonal())
         sums_of[path] = replace(sums, gram=sums.gram.clone())  # autograd refuses inference tensors
 
@@ -304,8 +273,5 @@ def _adding(sums_of: dict[str, GramSums], sample: int | None) -> Visit:
                 sums_of[path] = GramSums(gram, conv_geometry(module, value))
             require_finite_inputs(path, torch.stack(columns.aminmax()))
             sums_of[path].add(columns)
-        if not sums_of[path].waiting:
-            # now, so that the error names the first such layer
-            require_finite_inputs(path, sums_of[path].gram.diagonal())
 
     return visit

@@ -253,8 +253,14 @@ def differs(before: dict[str, Any], after: dict[str, Any]) -> str | None:
 def described(value: Any, depth: int = 4) -> Any:
     """Describe a value by its content, containers and objects by what they hold to this depth;
     classes and modules by identity."""
+    # most attributes of modules first, all those of hooks: torch's own types are slow to ask for
+    if depth and isinstance(value, dict):
+        return [(repr(key), described(item, depth - 1)) for key, item in value.items()]
     if value is None or isinstance(value, _PLAIN):
         return type(value), repr(value)
+    if depth and isinstance(value, (tuple, list, deque, set, frozenset)):
+        whole = set(map(type, value)) == {int}  # as the hundreds of a generator of random numbers
+        return type(value), repr(value) if whole else [described(item, depth - 1) for item in value]
     if isinstance(value, Tensor):
         return value.shape, value.dtype, 0 if value.is_meta else tensor_checksum(value)
     if isinstance(value, np.ndarray):
@@ -265,10 +271,6 @@ def described(value: Any, depth: int = 4) -> Any:
         return described(value.get_state())
     if isinstance(value, _CODE) or depth == 0:
         return id(value)
-    if isinstance(value, dict):
-        return [(repr(key), described(item, depth - 1)) for key, item in value.items()]
-    if isinstance(value, (tuple, list, deque, set, frozenset)):
-        return type(value), [described(item, depth - 1) for item in value]
     return id(value), described(getattr(value, "__dict__", None), depth - 1)
 
 

@@ -14,8 +14,9 @@ it.
 """
 
 import functools
+import operator
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
@@ -31,48 +32,69 @@ _BEFORE_FORWARD = ("__init__", "__setstate__")
 compiled."""
 
 
-def _callables(*spaces: Mapping[str, Any]) -> Names:
-    """Return the functions of classes or modules by name, the last of each, with their code: None
-    for C functions."""
-    names: Names = {}
-    for name, value in [pair for space in spaces for pair in space.items()]:
-        inner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-        if callable(inner):
-            names[name] = value, getattr(inner, "__code__", None)
-    return names
-
-
-def _library_functions() -> dict[str, Names]:
-    """Return torch's functions and methods, unbound, by the name of their owner."""
-    of_torch = {name: value for name, value in vars(torch).items() if name in _TORCH}
-    of_modules = {
-        name: value for name, value in vars(nn.Module).items() if name not in _BEFORE_FORWARD
-    }
-    return {
-        "torch": _callables(of_torch),
-        "torch.nn.functional": _callables(vars(functional)),
-        "torch.Tensor": _callables(*map(vars, reversed(Tensor.__mro__))),
-        "torch.nn.Module": _callables(of_modules),
-    }
-
-
-_PINNED = _library_functions()
-_PYTHON = sys.stdlib_module_names | {"typing_extensions", "torch"}
-_CLASSES: dict[type, list[Names]] = {}
-
-
 def _is_of(function: Any, libraries: Collection[str]) -> bool:
     """Tell whether a function is one of these libraries', or C's: it was not replaced before."""
     return type(function) is not FunctionType or function.__module__.split(".")[0] in libraries
 
 
+_SEEN: dict[Any, tuple[list[Any], list[tuple[Any, CodeType]], Names]] = {}
+_CLASSES: dict[type, list[Names]] = {}
+_PYTHON = sys.stdlib_module_names | {"typing_extensions", "torch"}
+
+
+def _functions_of(owner: Any) -> Names:
+    """Return the functions of a class or module by name, with their code: None for C functions.
+
+    The same dictionary as last time, where every name, value and code is the same object: each trace
+    asks for thousands.
+    """
+    content = [*vars(owner), *vars(owner).values()]
+    before, coded, names = _SEEN.get(owner, ([], [], {}))
+    same = len(before) == len(content) and all(map(operator.is_, before, content))
+    if same and all(function.__code__ is code for function, code in coded):
+        return names
+    coded = []
+    names = {}
+    for name, value in vars(owner).items():
+        inner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        if callable(inner):
+            names[name] = value, getattr(inner, "__code__", None)
+            coded += [(inner, code) for code in names[name][1:] if code is not None]
+    _SEEN[owner] = content, coded, names
+    return names
+
+
+_LIBRARY = (torch, functional, nn.Module, *reversed(Tensor.__mro__))
+
+
+def _library_functions() -> dict[str, Names]:
+    """Return torch's functions and methods, unbound, by the name of their owner; of each name the
+    last."""
+    of_torch, functions, of_modules, *of_tensors = map(_functions_of, _LIBRARY)
+    return {
+        "torch": {name: pin for name, pin in of_torch.items() if name in _TORCH},
+        "torch.nn.functional": functions,
+        "torch.Tensor": functools.reduce(operator.or_, of_tensors),
+        "torch.nn.Module": {n: pin for n, pin in of_modules.items() if n not in _BEFORE_FORWARD},
+    }
+
+
+_PINNED = _library_functions()
+_QUIET: list[Names] = []
+"""What was read when nothing was last seen to be replaced."""
+
+
 def patched_function() -> str | None:
     """Return the name of the first function of torch that was replaced, or None."""
+    read = list(map(_functions_of, _LIBRARY))
+    if _QUIET and all(map(operator.is_, read, _QUIET)):
+        return None
     now = _library_functions()
     for owner, names in _PINNED.items():
         for name, pinned in names.items():
             if now[owner].get(name) != pinned or not _is_of(pinned[0], _PYTHON):
                 return f"{owner}.{name}"
+    _QUIET[:] = read
     return None
 
 
@@ -81,8 +103,8 @@ def unchanged(kind: type[nn.Module]) -> bool:
     were at the first call, and its forward its library's own."""
     bases = [base for base in kind.__mro__ if base not in (nn.Module, object)]
     modules = dict.fromkeys(base.__module__ for base in bases)
-    spaces = [*bases, *(sys.modules[name] for name in modules if name in sys.modules)]
-    now = [_callables(vars(space)) for space in spaces]
+    owners = [*bases, *(sys.modules[name] for name in modules if name in sys.modules)]
+    now = [_functions_of(owner) for owner in owners]
     libraries = kind.__module__.split(".")[0], "torch"
     return _CLASSES.setdefault(kind, now) == now and _is_of(kind.forward, libraries)
 

@@ -266,14 +266,19 @@ def executed(traced: Trace, image: Tensor) -> Iterator[tuple[fx.Node, Any]]:
 
 @contextmanager
 def _nothing_wrapped() -> Iterator[None]:
-    """Trace through functions marked with `torch.fx.wrap` too: fx would make them opaque."""
+    """Trace through functions marked with `torch.fx.wrap` too: fx would make them opaque. Nor does it
+    then put a `__getattr__` of its own into nn.Module, which `Tracer.getattr` does not need: Python
+    tells each of its thousand subclasses, for 2 ms."""
     wrapped = _symbolic_trace._wrapped_fns_to_patch
     saved = dict(wrapped)
     wrapped.clear()
+    read: Any = nn.Module.__getattr__
+    read.__fx_already_patched = True
     try:
         yield
     finally:
         wrapped.update(saved)
+        del read.__fx_already_patched
 
 
 def refuse_patched_library() -> None:

@@ -30,7 +30,6 @@ from timm.data.constants import (
 )
 
 from certcli.checkpoint import file, schema
-from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import SEEN, Record
 from certcli.evaluation import evidence, intervals
 from certcli.images.labelled import Images, sent
@@ -97,7 +96,7 @@ def chance_doubt(right: int, count: int, classes: int) -> str | None:
     )
 
 
-def accuracy_doubts(right: int, count: int, checkpoint: Checkpoint) -> list[str]:
+def accuracy_doubts(right: int, count: int, checkpoint: file.Checkpoint) -> list[str]:
     """Near chance, or far below what the checkpoint's own record has found of this very network."""
     chance = chance_doubt(right, count, checkpoint.record.classes)
     if chance is not None:

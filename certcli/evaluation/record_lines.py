@@ -1,7 +1,7 @@
 """The header of a file of records: which run wrote them, in typed, ranged values."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -106,6 +106,19 @@ def _flat_fields(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flat_fields(inner, f"{path} {key}" if path else key)
     else:
         yield path, value
+
+
+def spelled_values(values: Mapping[str, Any]) -> Iterator[str]:
+    """Values by name, nested ones by paths of names; empty values and `no` are left out."""
+    for name, value in _flat_fields(dict(values)):
+        several = list(value) if isinstance(value, (list, tuple)) else [value]
+        if any(isinstance(item, (Mapping, list, tuple)) for item in several):
+            yield f"{name}: {len(several)} entries"
+        elif value is True:
+            yield name
+        elif value is not None and value is not False and value not in ("", [], ()):
+            numbers = (f"{one:.4g}" if isinstance(one, float) else str(one) for one in several)
+            yield f"{name}={' '.join(numbers)}"
 
 
 def _shortened(value: Any) -> str:

@@ -26,14 +26,13 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from certcli.checkpoint.schema import Json, convert_json
-from certcli.evaluation import record_lines
-from certcli.evaluation.image_records import ImageRecord, parse_records
+from certcli.evaluation import image_records, record_lines
 from certcli.images.labelled import DIGESTED, SPLITS, Images
 from certcli.system import errors, processes, reading
 from certcli.system.files import is_stream, open_alone, open_stream, require_absent
 
 Piece = TypeVar("Piece")
-Kind = TypeVar("Kind", bound=ImageRecord)
+Kind = TypeVar("Kind", bound=image_records.ImageRecord)
 LARGEST_RECORDS = 2 * 2**30
 """Bytes of a file of records: some ten million images."""
 
@@ -52,7 +51,7 @@ def digested(images: Images, team: processes.Team) -> Images:
     return images.with_digests(team.agree(lambda: rows))
 
 
-def packed(rows: Iterable[ImageRecord]) -> list[Json]:
+def packed(rows: Iterable[image_records.ImageRecord]) -> list[Json]:
     """Return records as plain values, for another process."""
     return [row.to_json() for row in rows]
 
@@ -162,12 +161,11 @@ class RecordFile:
     def _read(self, path: Path, data: bytes) -> None:
         if b"\n" not in data:
             return  # interrupted before its header was whole: nothing is lost by writing it anew
-        header, rows, self._ends = parse_records(data, path)
+        header, rows, self._ends = image_records.parse_records(data, path)
         differences = list(self._run.differences(header))
         if differences:
-            more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
             raise errors.UsageError(
-                f"{path} holds records of another run: {'; '.join(differences[:3])}{more}",
+                f"{path} holds records of another run: {'; '.join(differences[:3])}",
                 "repeat that run's options, choose another --records, or pass --force without --resume",
             )
         require_same_images(rows, self._images, path, all_of_them=True)
@@ -193,7 +191,7 @@ class RecordFile:
         self._earlier = self._earlier[: self.taken]
         self._ends = self._ends[: self.taken + 1]
 
-    def write(self, rows: Iterable[ImageRecord]) -> None:
+    def write(self, rows: Iterable[image_records.ImageRecord]) -> None:
         """Append records and flush them, each with the digest and the file of its image."""
         if self._handle is not None:
             files = self._images.file_of
@@ -246,14 +244,14 @@ def read_records(path: Path, command: str) -> tuple[record_lines.Run, list[Any]]
             f"cannot read {path}: {failure.strerror}",
             f"certvit {command} ... --records FILE writes it",
         ) from failure
-    run, rows, _ = parse_records(data, path)
+    run, rows, _ = image_records.parse_records(data, path)
     if run.command != command:
         raise errors.DataError(f"{path} holds records of {run.command}, not of {command}")
     return run, rows
 
 
 def require_same_images(
-    rows: Iterable[ImageRecord],
+    rows: Iterable[image_records.ImageRecord],
     images: Images,
     where: Path | str,
     *,
@@ -321,8 +319,7 @@ class Resumed:
         return {"records": self.records, "computed_again": self.repeated}
 
     def __str__(self) -> str:
-        which = "all" if self.repeated == self.records else f"{self.repeated:,}"
-        return f"{self.records:,} records were read from the file; {which} of them were computed again and agree"
+        return f"{self.records:,} records were read from the file; {self.repeated:,} of them were computed again and agree"
 
 
 @dataclass(frozen=True)

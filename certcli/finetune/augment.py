@@ -20,7 +20,7 @@ from torch.nn.functional import affine_grid, cross_entropy, grid_sample, interpo
 from torchvision.transforms import v2
 
 from certcli.evaluation.perturbation import Region
-from certcli.finetune.option_texts import BANDS, CUTOUT, JITTER, SQUARES, jitter_reach
+from certcli.finetune.option_texts import BANDS, CUTOUT, JITTER, SQUARES
 from certcli.finetune.settings import FinetuneSettings
 from certcli.images.labelled import transform_each
 from certcli.models.pixels import AUTO, PixelModel, band_views, seen_part, square_views
@@ -122,9 +122,9 @@ def augment_batch(
     """Apply the named augmentations in a fixed order: crop, shift, warp, flip, color-jitter,
     cutout.
 
-    Jitter changes brightness, contrast, saturation and hue of every image by its own random
-    amounts, in its own random order: the first three factors lie within [1 - reach, 1 + reach], hue
-    turns by up to its reach. Images of one channel have neither saturation nor hue."""
+    Jitter changes brightness, contrast and saturation of every image by its own random factors
+    within [1 - reach, 1 + reach], in its own random order. Images of one channel have no
+    saturation."""
     side = min(images.shape[2:])
     if "crop" in names:
         images = translate(images, max(1, round(CROP_SHARE * side)), "constant", generator)
@@ -135,7 +135,7 @@ def augment_batch(
     if "flip" in names:
         images = flip(images, generator)
     for match in filter(None, map(JITTER.fullmatch, names)):
-        jitter = v2.ColorJitter(*jitter_reach(match))
+        jitter = v2.ColorJitter(*[float(match[1])] * 3)
         images = transform_each(images, jitter, _drawn_seed(generator))
     for match in filter(None, map(CUTOUT.fullmatch, names)):
         images = cutout(images, int(match[1]), int(match[2]), grey, generator)

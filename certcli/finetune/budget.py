@@ -2,14 +2,10 @@
 say how long a run takes."""
 
 import copy
-import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from certcli.finetune.loop import Trainer
 from certcli.images.labelled import Images
@@ -19,12 +15,14 @@ MARGIN = 0.95
 EVALUATION_SHARE = 0.1
 """Validation on all images may take this share of the time; else a sample of them validates."""
 FEWEST_VALIDATION_IMAGES = 500
-WARM_UP_STEPS = 2
-MEASURED_STEPS = (5, 40)
-"""The fewest and the most; between them measuring stops after `MEASURED_SHARE` of the budget."""
-MEASURED_SHARE = 0.02
+MEASURED_STEPS = 4
+"""The first of them, which is slower, does not count."""
+MEASURED_IMAGES = 64
+"""Validation images that are measured, after a batch of them that does not count."""
 TOLERANCE = 0.1
 """A plan stands while the steps that are left differ from those that fit by at most this share."""
+LONG = 100
+"""Seconds; a duration of as many is given in minutes."""
 
 
 @dataclass(frozen=True)
@@ -33,40 +31,40 @@ class Costs:
 
     step: float
     image: float
-    saving: float
-    bound: float
-    certificate: float
+    saving: float = 0.0
+    bound: float = 0.0
+    certificate: float = 0.0
 
 
-@dataclass(frozen=True)
-class TrainingPlan:
-    """The optimiser steps of the whole run, and the number of validation images; None: all."""
-
-    steps: int
-    validation_limit: int | None
-
-
-def measure_steps(step: Callable[[], object], budget: float) -> float:
-    """Return the mean seconds of a step after a warm-up: many steps add up to the mean."""
-    for _ in range(WARM_UP_STEPS):
-        step()
-    fewest, maximum = MEASURED_STEPS
-    seconds: list[float] = []
-    while len(seconds) < fewest or (
-        len(seconds) < maximum and sum(seconds) < MEASURED_SHARE * budget
-    ):
+def measured_costs(trainer: Trainer, train: Images, validation: Images) -> Costs:
+    """Return the seconds of a step and of validating an image; the trainer is as before then."""
+    before = copy.deepcopy(trainer.state())
+    order = torch.randperm(len(train), generator=trainer.generator)
+    batches = order.split(trainer.settings.batch_size)
+    sample = validation.limit(MEASURED_IMAGES)
+    clocks = []
+    trainer.model.train()
+    for number in range(MEASURED_STEPS):
+        trainer.learn(train, batches[number % len(batches)], 0.0)
+        clocks.append(time.perf_counter())
+    trainer.model.eval()
+    for _ in range(2):
         started = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - started)
-    return statistics.fmean(seconds)
+        trainer.evaluate(sample)
+    image = (time.perf_counter() - started) / len(sample)
+    trainer.restore(before)
+    return Costs((clocks[-1] - clocks[0]) / (MEASURED_STEPS - 1), image)
 
 
-def affordable_steps(available: float, costs: Costs, batches: int, validation: int) -> TrainingPlan:
-    """Return the most steps with steps * step + epochs * (evaluation + saving) + proof <= MARGIN *
-    available, at least 1.
+def affordable_steps(
+    available: float, costs: Costs, batches: int, validation: int
+) -> tuple[int, int]:
+    """Return the steps of a run and the number of images that validate it.
 
-    Each epoch, also a begun one, is evaluated and saved once. Where validation on all images would
-    take more than a tenth of the time, the plan takes fewer images, but at least 500.
+    The most steps with steps * step + epochs * (images * image + saving) + images * certificate +
+    bound <= MARGIN * available, at least 1; a begun epoch counts for its share, and one more is
+    evaluated and saved. Where validation on all images would take more than EVALUATION_SHARE of
+    the time, fewer images validate.
 
     Args:
         available: seconds left of the budget.
@@ -75,18 +73,11 @@ def affordable_steps(available: float, costs: Costs, batches: int, validation: i
     """
     time_left = max(0.0, available * MARGIN - costs.bound)
     epochs = max(1.0, time_left / (batches * costs.step))
-    affordable = int(
-        EVALUATION_SHARE * time_left / max(epochs * costs.image + costs.certificate, 1e-12)
-    )
-    images = min(validation, max(affordable, FEWEST_VALIDATION_IMAGES))
-    time_left -= images * costs.certificate
+    affordable = EVALUATION_SHARE * time_left / (epochs * costs.image + costs.certificate + 1e-12)
+    images = min(validation, max(int(affordable), FEWEST_VALIDATION_IMAGES))
     around = images * costs.image + costs.saving
-    whole = int(max(0.0, time_left) // (batches * costs.step + around))
-    rest = time_left - whole * (batches * costs.step + around) - around
-    first_steps = min(batches - 1, int(max(0.0, rest) / costs.step))
-    return TrainingPlan(
-        max(1, whole * batches + first_steps), None if images == validation else images
-    )
+    time_left -= images * costs.certificate + around
+    return max(1, int(time_left / (costs.step + around / batches))), images
 
 
 def changed_total(step: int, total: int, pace: float, time_left: float, batches: int) -> int:
@@ -107,89 +98,37 @@ def changed_total(step: int, total: int, pace: float, time_left: float, batches:
     return step + (fitting - fitting % batches if fitting >= batches else fitting)
 
 
-def shortened_total(step: int, total: int, pace: float, time_left: float, batches: int) -> int:
-    """Return the steps of a run that fit, within an epoch: fewer where its rest has no time.
-
-    Where further epochs are planned, the pace at this epoch's end corrects their number.
-
-    Args:
-        time_left: seconds of the budget that are left for steps of this epoch.
-    """
-    fitting = changed_total(step, total, pace, time_left, batches)
-    rest = min(total - step, -step % batches)
-    return fitting if fitting - step < rest else total
-
-
-SAID_STEPS = 2
-SAID_IMAGES = 32
-"""Steps and validation images that are measured before a run says how long it takes."""
-PLANNED_IMAGES = 256
-"""Validation images that are measured before a time budget becomes a number of steps."""
-LONG = 100
-"""Seconds; a duration of as many is given in minutes."""
-
-
-@contextmanager
-def _rehearsal(trainer: Trainer, train: Images) -> Iterator[tuple[Tensor, ...]]:
-    """Yield batches of positions to train on; the trainer is as before at the end."""
-    before = copy.deepcopy(trainer.state())
-    batches = torch.randperm(len(train), generator=trainer.generator).split(
-        trainer.settings.batch_size
-    )
-    trainer.model.train()
-    yield batches
-    trainer.model.eval()
-    trainer.restore(before)
-
-
-def _seconds_per_image(trainer: Trainer, sample: Images) -> float:
-    trainer.model.eval()
-    started = time.perf_counter()
-    trainer.evaluate(sample)
-    return (time.perf_counter() - started) / len(sample)
-
-
 def plan_for_budget(
-    trainer: Trainer, train: Images, validation: Images, budget: float, around: Costs
+    trainer: Trainer, train: Images, validation: Images, ends: float, around: Costs
 ) -> Costs:
     """Turn a time budget into the trainer's `steps` and, where time is short and none is given,
     its `validation_limit`.
 
     Args:
-        budget: seconds left.
+        ends: the end of the budget, on the clock.
         around: seconds of saving, bound and certificate.
 
     Returns:
         These, with the seconds of a step and of validating an image.
     """
-    started = time.perf_counter()
-    with _rehearsal(trainer, train) as batches:
-        step = measure_steps(
-            lambda: trainer.learn(train, batches[trainer.step % len(batches)], 0.0), budget
-        )
-        sample = validation.limit(PLANNED_IMAGES)
-        _seconds_per_image(trainer, sample)  # the first one is slower
-        image = _seconds_per_image(trainer, sample)
-    costs = replace(around, step=step, image=image)
-    available = budget - (time.perf_counter() - started)
-    plan = affordable_steps(available, costs, trainer.batches(train), len(validation))
-    limit = trainer.settings.validation_limit or plan.validation_limit
-    trainer.settings = replace(trainer.settings, steps=plan.steps, validation_limit=limit)
+    measured = measured_costs(trainer, train, validation)
+    costs = replace(around, step=measured.step, image=measured.image)
+    batches = trainer.batches(train)
+    steps, images = affordable_steps(ends - time.perf_counter(), costs, batches, len(validation))
+    limit = trainer.settings.validation_limit
+    if limit is None and images < len(validation):
+        limit = images
+    trainer.settings = replace(trainer.settings, steps=steps, validation_limit=limit)
     return costs
 
 
 def expected_duration(trainer: Trainer, train: Images, validation: Images) -> str:
     """Return the sentence that says how long a run takes, from a few steps and validations."""
-    with _rehearsal(trainer, train) as batches:
-        for positions in batches[:SAID_STEPS]:
-            started = time.perf_counter()  # the first step is slower: the last one's clock counts
-            trainer.learn(train, positions, 0.0)
-        step = time.perf_counter() - started
-        image = _seconds_per_image(trainer, validation.limit(SAID_IMAGES))
+    costs = measured_costs(trainer, train, validation)
     steps = trainer.total_steps(train)
     epochs = -(-steps // trainer.batches(train))
     settings = trainer.settings
     judges = len(validation.limit(settings.validation_limit, settings.seed))
-    seconds = steps * step + epochs * judges * image
+    seconds = steps * costs.step + epochs * judges * costs.image
     about = f"{seconds / 60:.0f} min" if seconds >= LONG else f"{max(1, round(seconds))} s"
-    return f"this takes about {about}: {steps} steps of {step:.2g} s, {epochs} epochs"
+    return f"this takes about {about}: {steps} steps of {costs.step:.2g} s, {epochs} epochs"

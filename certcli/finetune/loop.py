@@ -186,8 +186,6 @@ class Trainer:
             order = torch.randperm(len(train), generator=self.generator)
             steps = order.split(settings.batch_size)[: total - self.step]
             for number, positions in enumerate(steps):
-                if self.step >= self.total_steps(train):  # `watch` may make the run shorter
-                    break
                 self.descent.expect(train, *steps[number : number + 2])
                 losses += self.learn(train, positions, share_done(self.step, total, self.changes))
                 count += len(positions)
@@ -228,7 +226,7 @@ class Trainer:
         where = f"step {self.step} (epoch {self.epoch + 1})"
         loss = self.descent.step(train, positions, share, where, self.step)
         if self.average is not None:
-            self.average.update(self.model.net)
+            self.average.update_parameters(self.model.net)
         self.step += 1
         return loss
 
@@ -275,7 +273,7 @@ class Trainer:
         """Return everything that the next epoch depends on."""
         parts = self.descent.state()
         if self.average is not None:
-            parts["average"] = self.average.state()
+            parts["average"] = dict(self.average.state_dict())
         structure, tensors = optimiser_parts(self.optimisers)
         tensors["generator"] = self.generator.get_state()
         groups = {
@@ -325,7 +323,7 @@ class Trainer:
             if self.descent.penalty is not None:
                 self.descent.penalty.vectors = state.under("part.penalty.")
             if self.average is not None:
-                self.average.load(state.under("part.average."))
+                self.average.load_state_dict(state.under("part.average."))
         except (LookupError, RuntimeError, TypeError, ValueError) as failure:
             raise CheckpointError(
                 f"the state does not fit this run ({one_line(failure)})", "drop --resume"

@@ -106,35 +106,36 @@ class SpectralPenalty:
         return total
 
 
+LAYOUTS: tuple[dict[str, tuple[str, ...]], ...] = (
+    {"qkv": KINDS},
+    {"qk": ("q", "k"), "v": ("v",)},
+    {"q": ("q",), "k": ("k",), "v": ("v",)},
+    {"query": ("q",), "key": ("k",), "value": ("v",)},
+    {"query": ("q",), "value": ("v",)},
+    {"query": ("q",)},
+)
+"""Layers of an attention and the maps in each: timm's, ConViT's, ours. The first that is there counts."""
+
+
 def attention_maps(net: nn.Module) -> Iterator[AttentionMap]:
-    """Yield all attentions' maps: timm's (`qkv`; ConViT's `qk`, `v`; `q`, `k`, `v`) and ours."""
+    """Yield all attentions' maps."""
     for module in net.modules():
         heads = getattr(module, "num_heads", None)
-        if not isinstance(heads, int):
+        layers = {
+            name: each for name, each in module.named_children() if isinstance(each, nn.Linear)
+        }
+        layout = next((each for each in LAYOUTS if each.keys() <= layers.keys()), None)
+        if layout is None or not isinstance(heads, int):
             continue
-
-        def has(name: str, kinds: int = 1, owner: Any = module, count: int = heads) -> bool:
-            layer = getattr(owner, name, None)
-            return isinstance(layer, nn.Linear) and layer.out_features % (kinds * count) == 0
-
-        qkv: Any = getattr(module, "qkv", None)
-        out: Any = getattr(module, "proj", None)
-        names: dict[str, tuple[str, ...]] = {}
-        if has("qkv", 3) and (
-            not isinstance(out, nn.Linear) or 3 * out.in_features == qkv.out_features
-        ):
-            names = {"qkv": KINDS}
-        elif has("qk", 2) and has("v"):
-            names = {"qk": ("q", "k"), "v": ("v",)}
-        elif has("query"):
-            names = {name: (name[0],) for name in ("query", "key", "value") if has(name)}
-        elif has("q") and has("k") and has("v"):
-            names = {name: (name,) for name in KINDS}
-        for name, kinds in names.items():
-            layer: Any = getattr(module, name)
-            for place, kind in enumerate(kinds):
-                yield AttentionMap(layer.weight, kind, place, len(kinds), heads)
-        if "query" in names and "value" not in names and isinstance(out, nn.Linear):
+        out = layers.get("proj")
+        for name, kinds in layout.items():
+            rows = layers[name].out_features
+            # queries, keys and values of one width, where they are one layer
+            alike = name != "qkv" or out is None or 3 * out.in_features == rows
+            if alike and rows % (len(kinds) * heads) == 0:
+                for place, kind in enumerate(kinds):
+                    yield AttentionMap(layers[name].weight, kind, place, len(kinds), heads)
+        if "query" in layout and "value" not in layout and out is not None:
             yield AttentionMap(out.weight, "v", 0, 1, heads, transposed=True)
 
 

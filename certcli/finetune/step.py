@@ -2,11 +2,13 @@
 schedule; and a moving average of the weights."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from certcli.finetune.losses import NEEDS_CHAIN
 from certcli.finetune.objective import Batch, Objective
@@ -74,7 +76,7 @@ _RETRACTIONS = 12
 they reach 1 - 1e-12."""
 
 
-class Average:
+class Average(AveragedModel):
     """a <- d_n a + (1 - d_n) w after step n; d_n = min(decay, (1 + n) / (10 + n)) forgets the early
     steps.
 
@@ -83,25 +85,18 @@ class Average:
     """
 
     def __init__(self, net: nn.Module, decay: float) -> None:
-        self.decay = decay
-        self.updates = 0
-        self.weights = {name: value.detach().clone() for name, value in net.state_dict().items()}
+        def mixed(average: Tensor, value: Tensor, updates: Any) -> Tensor:
+            share = min(decay, (1 + int(updates)) / (10 + int(updates)))
+            return average.lerp(value, 1 - share) if value.is_floating_point() else value
 
-    @torch.no_grad()
-    def update(self, net: nn.Module) -> None:
-        self.updates += 1
-        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        for name, value in net.state_dict().items():
-            if value.is_floating_point():
-                self.weights[name].lerp_(value, 1 - decay)
-            else:
-                self.weights[name].copy_(value)
+        super().__init__(net, avg_fn=mixed, use_buffers=True)
+        self.update_parameters(net)  # the first one copies
 
     @contextmanager
     def applied(self, net: nn.Module, orthogonal: Sequence[Tensor]) -> Iterator[None]:
         """Give `net` the average, `orthogonal` ones retracted, inside the block; its own after."""
         plain_weights = {name: value.detach().clone() for name, value in net.state_dict().items()}
-        net.load_state_dict(self.weights)
+        net.load_state_dict(self.module.state_dict())
         with torch.no_grad():
             for weight in orthogonal:
                 retract(weight, _RETRACTIONS)
@@ -109,15 +104,6 @@ class Average:
             yield
         finally:
             net.load_state_dict(plain_weights)
-
-    def state(self) -> dict[str, Tensor]:
-        weights = {f"w.{name}": value for name, value in self.weights.items()}
-        return {"updates": torch.tensor(self.updates), **weights}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        self.updates = int(state["updates"])
-        for name, value in self.weights.items():
-            value.copy_(of_shape(value, state[f"w.{name}"]))
 
 
 def of_shape(value: Tensor, stored: Tensor) -> Tensor:

@@ -142,12 +142,6 @@ class StiefelMuon(torch.optim.Optimizer):
             state["step"], state["momentum"] = step, (new.T if wide else new).contiguous()
             parameter.copy_((moved_weight.T if wide else moved_weight).reshape(parameter.shape))
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state. ValueError for an earlier version's: its momentum is laid out otherwise."""
-        if any("momentum_buffer" in state for state in state_dict["state"].values()):
-            raise ValueError("it is that of an earlier version of the optimiser")
-        super().load_state_dict(state_dict)
-
 
 def orthogonalised_direction(tangent: Tensor, fast: torch.dtype) -> Tensor:
     """Return T Q with Q ~ (T^T T)^(-1/2), whose singular values are near 1: (c, m, n).

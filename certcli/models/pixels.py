@@ -194,7 +194,7 @@ def square_views(grid: Grid, side: int) -> Tensor:
 AUTO = "auto"
 TOKENS = "tokens"
 PIXELS = "pixels"
-_INSTEAD = "--hide pixels takes any network"
+_INSTEAD = "certify again: hidden pixels are then grey"
 _COARSE = 32
 _FINE = 112
 """Cells a side where hidden pixels are grey, at most: where each takes a pass, and where masks are made of them."""

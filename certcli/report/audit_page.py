@@ -1,12 +1,11 @@
 """An audit as a page, its figures and its words; and the formats of an audit by suffix."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from certcli.evaluation.intervals import number_of
-from certcli.evaluation.threat import rounded_down, rounded_up
+from certcli.evaluation import intervals, record_lines, threat
 from certcli.images.labelled import OWN
 from certcli.report import document, machine, page
 from certcli.report.shares import (
@@ -69,7 +68,7 @@ def page_of(audit: document.Audit, pictures: Pictures) -> dict[str, Any]:
     images = (
         "no images"
         if dataset is None
-        else f"up to {number_of(dataset.images)} of {dataset.name} ({dataset.split})"
+        else f"up to {intervals.number_of(dataset.images)} of {dataset.name} ({dataset.split})"
     )
     return {
         "title": f"Audit of {network.name}",
@@ -188,11 +187,11 @@ def _tables(audit: document.Audit) -> Iterator[page.Table]:
     facts = [] if audit.bound is None else [f"Lipschitz bound {audit.bound.upper_text} (proven)"]
     if audit.slope is not None:
         facts.append(
-            f"slope {rounded_down(audit.slope.lower, 4)} found (measured, images tried: {audit.slope.images})"
+            f"slope {threat.rounded_down(audit.slope.lower, 4)} found (measured, images tried: {audit.slope.images})"
         )
     if audit.attention_weight is not None:
         facts.append(
-            f"largest weight of attention in a residual sum {rounded_up(audit.attention_weight, 2)} (measured)"
+            f"largest weight of attention in a residual sum {threat.rounded_up(audit.attention_weight, 2)} (measured)"
         )
     yield page.Table(
         "What was found",
@@ -214,7 +213,19 @@ def _tables(audit: document.Audit) -> Iterator[page.Table]:
     yield page.Table(
         "What was not done", ["stage", "why"], [[item.stage, item.why] for item in audit.skipped]
     )
-    yield lineage_table([(step, step.parameters) for step in audit.lineage])
+    rows = [
+        [
+            str(number),
+            step.command,
+            str(step.seed),
+            (step.parent or "-")[:12],
+            f"{', '.join(record_lines.spelled_values(step.parameters)):.400}",
+        ]
+        for number, step in enumerate(audit.lineage, 1)
+    ]
+    yield page.Table(
+        "Lineage, as the file tells it", ["step", "command", "seed", "parent", "parameters"], rows
+    )
     rows = [
         [name, _fact(value)] for name, value in audit.network.reading.items() if name != "doubts"
     ]
@@ -223,37 +234,8 @@ def _tables(audit: document.Audit) -> Iterator[page.Table]:
     )
 
 
-def lineage_table(
-    steps: Iterable[tuple[Any, Mapping[str, Any]]],
-) -> page.Table:
-    """Return a row a step with a command, seed, parent and the parameters that are shown."""
-    rows = [
-        [
-            str(number),
-            step.command,
-            str(step.seed),
-            (step.parent or "-")[:12],
-            _short_values(parameters),
-        ]
-        for number, (step, parameters) in enumerate(steps, 1)
-    ]
-    return page.Table(
-        "Lineage, as the file tells it", ["step", "command", "seed", "parent", "parameters"], rows
-    )
-
-
 def _fact(value: object) -> str:
     return f"{value.get('value')} ({value.get('from')})" if isinstance(value, dict) else str(value)
-
-
-def _short_values(values: Mapping[str, Any]) -> str:
-    facts = [
-        f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
-        for key, value in values.items()
-        if value not in (None, False, [], {}, "")
-    ]
-    text = ", ".join(facts)
-    return text if len(text) <= 400 else f"{text[:399]}…"
 
 
 def save_text(path: Path, text: str) -> None:

@@ -268,10 +268,6 @@ class Machine(_Part):
     device: str
 
 
-BUSY = 1.5
-"""Wall seconds for each second of computing from which on a machine is called busy."""
-
-
 class Change(_Part):
     """One figure of two audits; before: by the word of the earlier one. alike: of the same threat
     and images, else `why`.
@@ -332,22 +328,6 @@ class Audit(_Part):
     computed: Seconds = 0.0
     left_out: str = ""
 
-    @property
-    def times(self) -> str:
-        """Return "60 of 60 s", on a busy machine with what of it the process computed."""
-        wall = f"{self.seconds:.0f} of {self.budget:.0f} s"
-        if not 0 < BUSY * self.computed < self.seconds:
-            return wall
-        return f"{wall}, in which a busy machine let it compute {self.computed:.0f} s"
-
-
-def schema() -> dict[str, Any]:
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "certvit audit",
-        **msgspec.json.schema(Audit),
-    }
-
 
 def to_json(part: Struct) -> dict[str, Any]:
     return json.loads(msgspec.json.encode(part))
@@ -364,7 +344,11 @@ def written_schema() -> str:
     """docs/schema/audit.json, as `python -m certcli.report.document` prints it and a test compares
     it.
     """
-    described = schema()
+    described: dict[str, Any] = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "certvit audit",
+        **msgspec.json.schema(Audit),
+    }
     for part in (described, *described["$defs"].values()):
         if "description" in part:  # msgspec before 0.23 keeps a docstring's indentation
             part["description"] = inspect.cleandoc(part["description"])

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from os.path import exists
 from pathlib import Path
-from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -169,39 +168,6 @@ def draw_layers(
         axes.axvline(0, color=INK, linewidth=0.8)
         axes.set_xlabel("log10 of the layer's Lipschitz constant (proven; all images in [0, 1])")
         axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=1, borderaxespad=0.2)
-
-
-def draw_around(
-    points: Mapping[float, Sequence[tuple[float, float]]], norm: str, path: Path, title: str
-) -> None:
-    """points: radius -> (proven, measured) of each image; what has no bound is left out of a line."""
-    radii = sorted(points)
-    with figure(path, (6.4, 4.2), title) as axes:
-        for place, color, label in (
-            (0, BLUE, "proven: no slope in the ball is larger"),
-            (1, VERMILION, "measured: some slope in the ball"),
-        ):
-            values = {
-                radius: [pair[place] for pair in points[radius] if pair[place] < float("inf")]
-                for radius in radii
-            }
-            shown = [radius for radius in radii if values[radius]]
-            for radius in shown:
-                axes.plot(
-                    [radius] * len(values[radius]), values[radius], linestyle="none", marker="o",
-                    markersize=3, color=color, alpha=0.35,
-                )  # fmt: skip
-            axes.plot(
-                shown,
-                [median(values[radius]) for radius in shown],
-                color=color,
-                marker="o",
-                label=f"{label} (median)",
-            )
-        axes.set_xlabel(f"radius around each image ({norm}, pixels in [0, 1])")
-        axes.set_ylabel("slope of the margin")
-        axes.set_ylim(bottom=0)
-        axes.legend()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import Any
 
 import torch
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment
 from markupsafe import Markup, escape
 from PIL import Image
 from torch import Tensor
@@ -80,46 +80,24 @@ class Table:
     note: str = ""
 
 
-PARTS = (
-    *(
-        "title",
-        "subtitle",
-        "chip",
-        "headline",
-        "points",
-        "first",
-        "about",
-        "next",
-        "gates",
-        "doubts",
-    ),
-    *("examples", "verdict", "words", "tables", "curves", "curve_note", "constants"),
-    *("constants_note", "galleries", "commands", "facts"),
-)
-"""What a page shows; a part that is empty is left out.
-
-    chip: the verdict of the gates, and a sentence about it.
-    headline, points: the answer in one sentence, and in three lines.
-    first: one picture beside it, whose images bear both answers.
-    about: scale of `first`, and what it is compared with.
-    next, commands: (what it is for, the command).
-    gates: (verdict, its sentence).
-    examples, galleries: further pictures, and those further down.
-    words: what the page's words mean.
-    constants: the parts of the network, in order.
-"""
-
-
 def render(page: Mapping[str, Any]) -> str:
-    """Return the page of these parts: a part that is not among them is empty."""
-    parts = {name: page.get(name, "") for name in PARTS}
-    environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_printable)
+    """Return the page of its parts; one that is empty is left out.
+
+    Args:
+        page: chip: the verdict of the gates, and a sentence about it; headline, points: the answer
+            in one sentence, and in three lines; first: one picture beside it, whose images bear
+            both answers; about: scale of `first`, and what it is compared with; next, commands:
+            (what it is for, the command); gates: (verdict, its sentence); examples, galleries:
+            further pictures, and those further down; words: what the page's words mean;
+            constants: the parts of the network, in order.
+    """
+    environment = Environment(autoescape=True, finalize=_printable)
     environment.filters["typed"] = _code_between_backticks
     template = environment.from_string(
         files("certcli.report").joinpath("page.html.j2").read_text(encoding="utf-8")
     )
-    plot = chart_of(parts["curves"])
-    return template.render(page=parts, plot=plot, constants=bars(parts["constants"]))
+    plot = chart_of(page.get("curves", ()))
+    return template.render(page=page, plot=plot, constants=bars(page.get("constants", ())))
 
 
 def _printable(value: Any) -> Any:
@@ -235,12 +213,6 @@ def data_uri(image: Tensor) -> str:
     out = io.BytesIO()
     picture.save(out, "PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
-
-
-def triple(image: Tensor, adversarial: Tensor) -> tuple[tuple[str, str, str], float]:
-    """The image, what changes (`magnified`), the changed image; and the factor."""
-    shown, factor = magnified(image, adversarial)
-    return (data_uri(image), data_uri(shown), data_uri(adversarial)), factor
 
 
 def magnified(image: Tensor, adversarial: Tensor) -> tuple[Tensor, float]:

@@ -117,7 +117,9 @@ class RestoredModes:
         while _len_torch_function_stack() > self.function_modes:
             overrides._pop_mode()
         torch.set_grad_enabled(self.gradients)
-        nn.Module.__call__, nn.Module.__getattr__ = self.methods  # type: ignore[method-assign]
+        # only then: a thousand classes that inherit them would be told
+        if (nn.Module.__call__, nn.Module.__getattr__) != self.methods:
+            nn.Module.__call__, nn.Module.__getattr__ = self.methods  # type: ignore[method-assign]
 
 
 class OperationMode(TorchDispatchMode):

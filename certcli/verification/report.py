@@ -157,20 +157,13 @@ def check_lineage(checkpoint: file.Checkpoint) -> Iterator[evidence.Claim]:
     trained = any(entry.command == "finetune" for entry in fresh)
     if trained and commands[-1:] != ["finetune"]:
         yield refuted("there is a result of `finetune`, and it is not the last step")
-    late = _late_beginning(commands)
-    if late is not None:
+    # before a mean each of its members begins
+    joined = len(commands) - commands[::-1].index(MEAN) if MEAN in commands else 1
+    if "init" in commands[joined:]:
+        late = commands.index("init", joined)
         yield refuted(f"step {late + 1} is `init`, which only begins")
     why = "stated by the file; give the earlier files too, to compare"
     yield evidence.Claim(statement, "unverified", why, asked=False, entry="lineage")
-
-
-def _late_beginning(commands: Sequence[str]) -> int | None:
-    """Return the first `init` that does not begin. Before a mean each of its members begins."""
-    joined = len(commands) - commands[::-1].index(MEAN) if MEAN in commands else 0
-    for number in range(max(1, joined), len(commands)):
-        if commands[number] == "init":
-            return number
-    return None
 
 
 def compare_lineages(
@@ -188,7 +181,12 @@ def compare_lineages(
         steps = checkpoint.record.lineage
         means = [number for number, step in enumerate(steps) if step.command == MEAN]
         joined = means[0] if means else -1  # a mean is no member
-        for number, origin in _origins(steps):
+        origins = [
+            (number, digest)
+            for number, step in enumerate(steps)
+            for digest in dict.fromkeys([step.parent or "", *_members(step)])
+        ]
+        for number, origin in origins:
             parent = by_digest.get(origin, name)
             if parent == name:
                 continue
@@ -256,13 +254,6 @@ def _remake(
 def _step(number: int, statement: str, same: bool, why: str) -> evidence.Claim:
     status: evidence.Status = "verified" if same else "refuted"
     return evidence.Claim(statement, status, why, asked=False, entry=f"lineage, step {number + 1}")
-
-
-def _origins(steps: Sequence[LineageStep]) -> Iterator[tuple[int, str]]:
-    """Yield (number, digest) of each step's parent, and of each member of a mean."""
-    for number, step in enumerate(steps):
-        for digest in dict.fromkeys([step.parent or "", *_members(step)]):
-            yield number, digest
 
 
 def _members(step: LineageStep) -> list[str]:

@@ -176,9 +176,9 @@ def test_every_family_keeps_its_answers_under_the_goal_keep(name: str) -> None:
     images = random_pixels(original, 5)
     records, result = adapt_run(original, AdaptSettings(), images)
     size = original.record.input.size
-    assert bound_network(build.load(result), size, 5).upper < trial_upper(
-        build.load(original), size
-    )
+    uppers = [trial_upper(build.load(each), size) for each in (result, original)]
+    assert uppers[0].finite
+    assert uppers[0] < uppers[1]
     assert {item.path for item in result.record.surgery} == {record.path for record in records}
     assert {item.kind for item in result.record.surgery} == {"floor-norm"}
     floors = [float(value) for key, value in result.tensors.items() if key.endswith("floor")]
@@ -188,22 +188,6 @@ def test_every_family_keeps_its_answers_under_the_goal_keep(name: str) -> None:
     assert logit_error(result, original, images) < 10 * sum(
         eps / (2 * floor**2) for floor in floors
     )
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_what_cannot_be_replaced_is_said_in_a_line(name: str) -> None:
-    """Which network, which attention, where; and what serves it."""
-    with pytest.raises(ArchitectureError) as refusal:
-        plan(make(name), CERTIFY)
-    assert "it knows neither the blocks of" in refusal.value.message
-    assert "\n" not in refusal.value.message
-    assert "--goal keep" in refusal.value.hint
-
-
-@pytest.mark.parametrize("name", ["levit_128s", "certvit_4c3f"])
-def test_a_network_without_layernorms_has_nothing_to_keep(name: str) -> None:
-    with pytest.raises(ArchitectureError, match="no LayerNorm over the last dimension"):
-        plan(_ready_made(name), AdaptSettings())
 
 
 @pytest.mark.parametrize(("name", "norm"), crossed([*SMALL], ["center", "floor", "fold"]))
@@ -283,22 +267,32 @@ def _ready_made(arch: str, **arguments: Any) -> Checkpoint:
     return build.initialise(arch, arguments, build.spec_of(net), 10)
 
 
+KEEPING = AdaptSettings()
+
+
 @pytest.mark.parametrize(
-    ("arch", "arguments", "named"),
+    ("arch", "arguments", "settings", "named"),
     [
-        ("certvit_4c3f", {}, "SmallConvNet, which has no attention: there is none to replace"),
-        ("vit_tiny_patch16_224", {"depth": 1, "qk_norm": True}, "blocks.0.attn: .*qk_norm"),
-        ("vit_tiny_patch16_224", {"depth": 1, "norm_layer": "rmsnorm"}, "blocks.0.norm1: RmsNorm"),
-        ("vit_tiny_patch16_224", {"depth": 1, "global_pool": "map"}, "attn_pool"),
-        ("vit_tiny_patch16_224", {"depth": 1, "scale_mlp_norm": True}, "blocks.0.mlp"),
-        ("vit_tiny_patch16_224", {"depth": 0}, "no attention"),
+        *((*row, CERTIFY, f"and this is a .*{name[:3]}") for name, row in OTHERS.items()),
+        ("certvit_4c3f", {}, CERTIFY, "and this is a SmallConvNet"),
+        ("vit_tiny_patch16_224", {"depth": 1, "qk_norm": True}, CERTIFY, "blocks.0.attn: .*qk_norm"),
+        ("vit_tiny_patch16_224", {"depth": 1, "norm_layer": "rmsnorm"}, CERTIFY, "blocks.0.norm1: RmsNorm"),
+        ("vit_tiny_patch16_224", {"depth": 1, "global_pool": "map"}, CERTIFY, "attn_pool"),
+        ("vit_tiny_patch16_224", {"depth": 1, "scale_mlp_norm": True}, CERTIFY, "blocks.0.mlp"),
+        ("vit_tiny_patch16_224", {"depth": 0}, CERTIFY, "no attention"),
+        ("levit_128s", {}, KEEPING, "no LayerNorm over the last dimension"),
+        ("certvit_4c3f", {}, KEEPING, "no LayerNorm over the last dimension"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_known_is_refused_by_name(
-    arch: str, arguments: dict[str, Any], named: str
+    arch: str, arguments: dict[str, Any], settings: AdaptSettings, named: str
 ) -> None:
-    with pytest.raises(ArchitectureError, match=named):
-        plan(_ready_made(arch, **arguments), CERTIFY)
+    """In one line, and where the other goal serves the network it says so."""
+    with pytest.raises(ArchitectureError, match=f"(?i){named}") as refusal:
+        plan(_ready_made(arch, **arguments), settings)
+    assert "\n" not in refusal.value.message
+    if "this is a" in named:
+        assert "--goal keep" in refusal.value.hint
 
 
 def test_refusals(plain: Checkpoint, images: Tensor) -> None:

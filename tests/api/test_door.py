@@ -5,7 +5,6 @@ words.
 import inspect
 import itertools
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import certvit
 import certvit.testing
 from certcli import api
-from certcli.api import door
 from certcli.models.build import OpenCheckpoint
 from certcli.system.errors import CertvitError, DataError, UsageError
 from tests.api.test_signatures import FUNCTIONS
@@ -56,17 +54,6 @@ class Numbered:
         return x[index], int(y[index])
 
 
-class Described(Dataset):
-    def __len__(self) -> int:
-        return COUNT
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.int64]:
-        x, y = images()
-        if index >= COUNT:
-            raise IndexError(index)
-        return x[index].numpy(), np.int64(y[index])
-
-
 def generated() -> Iterator[tuple[Tensor, Tensor]]:
     x, y = images()
     yield x[:4], y[:4]
@@ -84,7 +71,6 @@ FORMS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "pair of arrays": lambda: (tuple(part.numpy() for part in images()), None),
     "DataLoader": lambda: (DataLoader(TensorDataset(*images()), batch_size=4), None),
     "TensorDataset": lambda: (TensorDataset(*images()), None),
-    "Dataset": lambda: (Described(), None),
     "numbered items": lambda: (Numbered(), None),
     "list of batches": lambda: (list(generated()), None),
     "generator": lambda: (generated(), None),
@@ -197,7 +183,7 @@ OPTIONS = {
     "certify": ("arithmetic", "samples", "sigma", "radii", "patches", "effort"),
     "attack": ("steps", "relative_step", "seed", "stop_early", "precision", "restarts"),
     "audit": ("radii", "sigma", "attacks", "methods", "patches", "seed", "batch_size", "limit"),
-    "predict": ("patches", "hide"),
+    "predict": ("patches", "procedure"),
     "adapt": ("limit", "head", "goal", "device"),
     "constrain": ("eta", "prox", "arch_arg", "seed"),
     "finetune": ("loss", "lr", "noise", "mean"),
@@ -277,45 +263,6 @@ def test_examples_are_returned(network: OpenCheckpoint) -> None:
     without = certvit.attack(network, x, labels, radii=0.0, attacks="fgsm", return_examples=True)
     assert without.examples["adversarial"].shape == (0, 3, 2, 2)
     assert certvit.attack(network, x, labels, attacks="fgsm").examples is None
-
-
-@pytest.mark.parametrize(
-    ("name", "old", "value"),
-    [
-        ("bounds", "eps", 0.01),
-        ("shares", "sizes", [0.1]),
-        ("slope", "data", torch.rand(1, 3, 2, 2)),
-        ("predict", "pixels", torch.rand(1, 3, 2, 2)),
-        ("assert_robust", "radius", 0.0),
-        ("assert_bound", "network", None),
-        ("certify", "at", [0.01]),
-    ],
-)
-def test_a_name_of_the_last_release_says_the_new_one(
-    network: OpenCheckpoint, name: str, old: str, value: Any
-) -> None:
-    x = torch.rand(1, 3, 2, 2, generator=torch.Generator().manual_seed(0))
-    y = certvit.network(network)(x).argmax(1)
-    usual = {
-        "source": network,
-        "images": x,
-        "labels": y,
-        "certificates": certvit.certify(network, x, y),
-    }
-    usual |= {"at_least": 0.0, "at_most": 1e9, "attacks": "fgsm", "radii": 0.1, "method": "local"}
-    known = set(door.Signature(FUNCTIONS[name]).names) - ({"method"} if name == "bounds" else set())
-    new = door.RENAMED[old]
-    arguments = {key: usual[key] for key in usual.keys() & known if key != new}
-    value = network if value is None else value
-    with pytest.warns(
-        DeprecationWarning, match=rf"{name}\({old}=...\) is now {name}\({new}=...\)"
-    ) as seen:
-        renamed = FUNCTIONS[name](**arguments, **{old: value})
-    assert seen[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        expected = FUNCTIONS[name](**arguments, **{new: value})
-    assert repr(renamed) == repr(expected)
 
 
 @pytest.mark.parametrize(

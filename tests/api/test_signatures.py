@@ -39,7 +39,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(certvit.testing, name) for name in certvit.testing.__all__ if name[0] == "a"},
 }
 OPTIONS: dict[str, tuple[Any, Any, set[str]]] = {
-    "predict": (Patches, options.PatchOptions, set()),
+    "predict": (Patches, options.PatchOptions, {"hide"}),
     "attack": (AttackSettings, options.AttackOptions, {"classes", "restart"}),
     "audit": (AuditPlan, options.AuditOptions, {"gates", "budget"}),
     **{
@@ -48,6 +48,7 @@ OPTIONS: dict[str, tuple[Any, Any, set[str]]] = {
     },
 }
 """The class of the options, what a caller may set of it, and what the functions set themselves."""
+OPTIONS["patch"][2].add("hide")
 OPTIONS["smoothing"][2].update(("batch_size", "denoiser", "denoiser_file", "denoiser_module"))
 WIDER: dict[Any, tuple[Any, ...]] = {
     options.Radii: (Sequence[float], tuple[float, ...]),

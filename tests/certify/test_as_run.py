@@ -35,6 +35,7 @@ from certcli.system.errors import (
     NoBoundError,
 )
 from check.documents import read_text
+from tests.helpers.grids import crossed
 
 SIZE = (1, 2, 2)
 
@@ -372,15 +373,17 @@ def memory_refusal(model: PixelModel, effort: Effort) -> NoBoundError | None:
     return None
 
 
+MEMORIES = [(None, True), (None, False), (0, False), (0, True)]
+"""How many symbols memory lasts for, and whether it does for tokens."""
+
+
 @pytest.mark.parametrize("make", [network, attending])
-@pytest.mark.parametrize("effort", get_args(Effort))
-@pytest.mark.parametrize(
-    ("symbols", "tokens"), [(None, True), (None, False), (0, False), (0, True)]
-)
+@pytest.mark.parametrize(("effort", "memory"), crossed(get_args(Effort), MEMORIES))
 def test_what_does_not_fit_is_refused_and_what_the_hint_names_fits(
-    monkeypatch: pytest.MonkeyPatch, symbols: int | None, tokens: bool, effort: Effort, make: Any
+    monkeypatch: pytest.MonkeyPatch, memory: tuple[int | None, bool], effort: Effort, make: Any
 ) -> None:
     """No hint leads to a second refusal."""
+    symbols, tokens = memory
     monkeypatch.setattr("certcli.certify.local.affordable", lambda *_: symbols)
     monkeypatch.setattr("certcli.certify.local.fits_by_fibres", lambda *_: tokens)
     refusal = memory_refusal(make(), effort)

@@ -136,7 +136,6 @@ def certificates(
         "alpha": ALPHA,
         "precision": "float32",
         "patches": ["1", "2"],
-        "masks": 3,
     }
     certifier = prepare_method(
         method, checkpoint, torch.device("cpu"), options_of_method(method, options)

@@ -41,7 +41,7 @@ SIZE = (1, 4, 4)
 OPTIONS: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("lipschitz", "box", "local", "local-lip", "bcp")},
     "smoothing": {"sigma": 0.25, "samples": 200, "n0": 20},
-    "patch": {"patches": ["1"], "hide": "pixels"},
+    "patch": {"patches": ["1"]},
 }
 
 
@@ -379,7 +379,7 @@ def test_records_of_another_arithmetic_are_refuted(
         checkpoint = workshop / "plain.safetensors"
     given = (
         "--limit",
-        3,
+        2,
         "--dataset",
         "digits",
         "--arithmetic",

@@ -17,6 +17,7 @@ from certcli.checkpoint.record import InputSpec
 from certcli.lipschitz.network import prove_network
 from certcli.models.pixels import PixelModel
 from certcli.nn.layers import ClippedReLU, MaxMin
+from tests.helpers.grids import EVERY
 
 SIZE = (1, 6, 6)
 CLASSES = 4
@@ -140,7 +141,7 @@ def test_what_is_reachable_stays_in_box_and_ball(name: str, drop: bool) -> None:
         moves = found.moves(pixels, values, radii, drop=drop)
         lowest = found.margins(values, moves, labels, drop=drop)
         here = tensors(found, pixels)[-2]
-        for near in neighbours(pixels, radii, 40):
+        for near in neighbours(pixels, radii, 40 if EVERY else 12):
             *_, last, out = tensors(found, near)
             moved = last - here
             assert bool((moved <= moves.hi + 1e-11).all())  # float64 of the test itself
@@ -159,7 +160,7 @@ def climbed(net: nn.Module, pixels: Tensor, labels: Tensor, radii: Tensor) -> Te
     worst = torch.full((len(pixels),), torch.inf, dtype=torch.float64)
     for start in (pixels, *neighbours(pixels, radii, 4)):
         near = start
-        for _ in range(20):
+        for _ in range(20 if EVERY else 10):
             near = near.detach().requires_grad_(True)
             logits = net(near)
             margins = (
@@ -181,7 +182,7 @@ def climbed(net: nn.Module, pixels: Tensor, labels: Tensor, radii: Tensor) -> Te
 @pytest.mark.parametrize("name", NETWORKS)
 def test_radii_withstand_attacks_and_are_never_below_the_global_ones(name: str) -> None:
     model = network(name)
-    pixels = images(10)
+    pixels = images(10 if EVERY else 5)
     labels = model(pixels).argmax(1)
     indices = list(range(len(pixels)))
     wanted = labels.tolist()

@@ -29,7 +29,7 @@ from tests.helpers.commands import attempt, certvit, console, document
 from tests.helpers.diffusion import NETWORKS, SMALL, diffusion_folder
 from tests.helpers.guided_unet import Guided, Runner, random_tensors
 
-RUN = ["--method", "smoothing", "--n0", "16", "--samples", "64", "--limit", "2", "-e", "0.05"]
+RUN = ["--method", "smoothing", "--n0", "8", "--samples", "24", "--limit", "2", "-e", "0.05"]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "diffusion.py"
 
 

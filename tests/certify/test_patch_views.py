@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from certcli.certify.options import Patches
 from certcli.certify.patch import passes
-from certcli.certify.patch.certifier import PatchCertifier, Prediction, Predictor
+from certcli.certify.patch.certifier import PatchCertifier, Prediction, Predictor, defended
 from certcli.certify.patch.double_masking import DoubleMasking, Voting
 from certcli.certify.patch.passes import NONE, MaskedPasses
 from certcli.evaluation.threat import Patch
@@ -102,7 +102,6 @@ def test_masks_hide_every_place_and_a_hole_is_found(grid: Grid, patch: Patch) ->
         )
 
     assert covered(views)
-    assert passes.hole(views, grid, patch) is None
     holes = 0
     for index in range(len(views)):
         rows, columns = (~views[index]).nonzero().unbind(1)
@@ -111,9 +110,10 @@ def test_masks_hide_every_place_and_a_hole_is_found(grid: Grid, patch: Patch) ->
         smaller[index, rows.min()], narrower[index, :, columns.max()] = True, True
         left_out = views[[other for other in range(len(views)) if other != index]]
         for mutant in (smaller, narrower, left_out):
-            assert (passes.hole(mutant, grid, patch) is None) == covered(mutant)
             holes += not covered(mutant)
-            if not covered(mutant):
+            if covered(mutant):
+                DoubleMasking(grid, [patch], 3).use(mutant, grid, [patch])
+            else:
                 with pytest.raises(UsageError, match="no mask hides"):
                     DoubleMasking(grid, [patch], 3).use(mutant, grid, [patch])
     assert holes > 0
@@ -310,3 +310,15 @@ def test_networks_without_tokens_to_drop_say_so(arch: str, shape: dict[str, Any]
     part = seen_part(model, "auto")
     assert part.hides == "pixels"
     assert "VisionTransformer" in part.why
+
+
+def test_pixels_are_hidden_where_masks_would_leave_no_token() -> None:
+    """And records of either hiding are understood, with the number of their procedure."""
+    few = defended(vit(), Patches(["11"]))
+    assert few.parameters["hide"] == "pixels"
+    assert "hide the whole image" in few.remark
+    by_tokens = defended(vit(), Patches(["2"], "double-masking:4"))
+    for certifier in (few, by_tokens):
+        assert defended(vit(), Patches.of(certifier.parameters)).parameters == certifier.parameters
+    with pytest.raises(UsageError, match="hide the whole image"):
+        defended(vit(), Patches(["11"], hide="tokens"))

@@ -296,8 +296,8 @@ def test_smoothing_certifies_what_no_bound_can(workshop: Path, tmp_path: Path) -
     ("stem", "radius", "methods", "because"),
     [
         ("certified", 0.1, ["lipschitz"], "with proof"),
-        ("plain", 0.2, ["smoothing", "local"], "hold at 0.2 for 0 of"),
-        ("plain", 0.005, ["local"], "hold at 0.005 for"),
+        ("plain", 0.2, ["smoothing", "local"], "neighbourhood: 0 of 1 images"),
+        ("plain", 0.005, ["local"], "certified at 0.005, with proof"),
     ],
 )
 def test_auto_says_which_certificate_is_worth_having(
@@ -480,13 +480,14 @@ def test_no_radius_is_beyond_the_grid() -> None:
     assert settings.states(settings.reach)
 
 
-@pytest.mark.parametrize("sigma", [2e6, 1e308, math.inf, math.nan, 0.0, -1.0])
-def test_a_sigma_that_no_float_holds_is_refused(sigma: float) -> None:
-    with pytest.raises(UsageError, match=r"--sigma .+ is not a number above 0"):
-        Smoothing(sigma=sigma)
+WRONG = {
+    "sigma": [2e6, 1e308, math.inf, math.nan, 0.0, -1.0],
+    "n0": [0],
+    "samples": [0, 10**15],
+}
 
 
-@pytest.mark.parametrize(("name", "count"), [("n0", 0), ("samples", 0), ("samples", 10**15)])
-def test_draws_are_a_number_that_can_be_drawn(name: str, count: int) -> None:
-    with pytest.raises(UsageError, match="must be between 1 and"):
-        Smoothing(**{"sigma": 0.25, name: count})
+@pytest.mark.parametrize(("name", "value"), [(k, v) for k in WRONG for v in WRONG[k]])
+def test_numbers_that_no_run_has_are_refused(name: str, value: float) -> None:
+    with pytest.raises(UsageError, match=f"--{name} .+ is not possible"):
+        Smoothing(**{"sigma": 0.25} | {name: value})

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from certcli.audit.plan import EndsAfter
+from certcli.certify import vnnlib
 from certcli.certify.query_network import query_network
 from certcli.certify.vnnlib import read_query
 from certcli.cli.certify import query
@@ -144,14 +145,15 @@ def test_a_damaged_archive_is_refused(tmp_path: Path) -> None:
     assert refused == 2 * (len(whole) - 10)
 
 
-def test_many_constraints_are_counted(tmp_path: Path) -> None:
-    many = "(>= Y_1 Y_0)" * 30_000
+def test_many_constraints_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vnnlib, "MOST_CASES", 300)
+    monkeypatch.setattr(vnnlib, "MOST_ROWS", 1000)
+    many = "(>= Y_1 Y_0)" * 499
     for text in (f"(assert (and {many}))", f"(assert (and (or (>= Y_1 0) (>= Y_0 0)) {many}))"):
-        assert all(
-            len(case) >= 30_000 for case in read_query(written(tmp_path, FIRST + text)).cases
-        )
-    with pytest.raises(DataError, match="cases"):
-        read_query(written(tmp_path, f"{FIRST}(assert (or {many}))"))
+        assert all(len(case) >= 499 for case in read_query(written(tmp_path, FIRST + text)).cases)
+    for text, named in ((f"(or {many})", "300 cases"), (f"(and {many * 3})", "1,000 constraints")):
+        with pytest.raises(DataError, match=named):
+            read_query(written(tmp_path, f"{FIRST}(assert {text})"))
 
 
 def test_a_constraint_without_outputs_is_one(tmp_path: Path) -> None:

@@ -24,8 +24,6 @@ from certcli.checkpoint.tensor_files import (
     shards_of_index,
     write_one_by_one,
 )
-from certcli.cli.shared.inputs import say_wider
-from certcli.cli.shared.output import Sink
 from certcli.constrain import network
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.models import build, weights
@@ -392,11 +390,3 @@ def test_narrow_weights_are_widened_exactly(
             weight.add_(1.0)
     assert path.read_bytes() == bytes_before
     assert torch.equal(read.tensors["head.out.weight"].float(), wide["head.out.weight"])
-
-
-def test_a_wider_type_is_reported(tiny: Checkpoint, capsys: pytest.CaptureFixture[str]) -> None:
-    half = Checkpoint({name: value.bfloat16() for name, value in tiny.tensors.items()}, tiny.record)
-    say_wider(half, half, Sink(False, False))
-    assert not capsys.readouterr().err
-    say_wider(half, tiny, Sink(False, False))
-    assert "written as float32; the numbers that were read are bfloat16" in capsys.readouterr().err

@@ -14,7 +14,6 @@ from certcli.attack import catalogue, checks, run, settings, stages
 from certcli.checkpoint.file import Checkpoint
 from certcli.images.labelled import Batch
 from certcli.models import build
-from certcli.system.errors import DataError, UsageError
 from tests.helpers import commands, grids
 
 QUICK = ("--no-checks", "--limit", 40)
@@ -174,39 +173,6 @@ def test_an_interrupted_run_goes_on_to_the_same_file_and_document(
     assert len(attacked) == len(new) + (len(new) < 3)
 
 
-def test_records_of_another_run_are_not_continued(net: Path, proven: Path, tmp_path: Path) -> None:
-    path = tmp_path / "r.jsonl"
-    commands.document("attack", net, *RUN, "--records", path)
-    before = path.read_bytes()
-    others = [
-        ("checkpoint", proven, ""),
-        ("seed", net, "--seed 1"),
-        ("batch_size", net, "--batch-size 20"),
-        ("radii", net, "-e 0.3"),
-        ("norm", net, "--norm linf"),
-        ("method", net, "-a margin-pgd-2"),
-        ("dataset digest", net, "--split val"),
-        ("source", net, f"--source {proven}"),
-    ]
-    for named, source, words in others:
-        failure = commands.attempt(
-            "attack", source, *RUN, *words.split(), "--records", path, "--resume"
-        ).exception
-        assert isinstance(failure, UsageError), words
-        assert "another run: " in failure.message
-        assert f"{named} is " in failure.message, (named, failure.message)
-    assert isinstance(
-        commands.attempt("attack", net, *RUN, "--records", path).exception, UsageError
-    )
-    assert path.read_bytes() == before
-    path.write_bytes(before.replace(b'"label"', b'"labal"', 1))
-    assert isinstance(
-        commands.attempt("attack", net, *RUN, "--records", path, "--resume").exception, DataError
-    )
-    commands.certvit("attack", net, *RUN, "--records", path, "--force")
-    assert path.read_bytes() == before
-
-
 def test_transfer_is_judged_on_the_tested_network(net: Path, proven: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     words = ("-a", "pgd-10", "-e", 1.0, *QUICK)
@@ -218,18 +184,6 @@ def test_transfer_is_judged_on_the_tested_network(net: Path, proven: Path, tmp_p
     assert torch.equal(logits.argmax(dim=1), saved["adversarial_predictions"])
     assert (saved["adversarial_predictions"] != saved["labels"]).all()
     assert len(saved["labels"]) == round((found["clean"] - found["robust"]) * found["images"])
-
-
-def test_a_gallery_is_drawn(net: Path, tmp_path: Path) -> None:
-    path = tmp_path / "one.png"
-    commands.document("attack", net, "-a", "fgsm", "-e", 0.5, *QUICK, "--gallery", path)
-    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    path = tmp_path / "none.png"
-    words = ("--gallery", path, "--save-examples", tmp_path / "none")
-    outcome = commands.certvit("attack", net, "-a", "fgsm", "-e", 0, *QUICK, *words)
-    assert "no adversarial image" in outcome.stderr
-    assert not path.exists()
-    assert not (tmp_path / "none").exists()
 
 
 def test_a_masked_network_is_flagged_on_stderr_and_in_the_document(

@@ -253,7 +253,10 @@ def test_ctrl_c_leaves_the_last_good_state_and_resume_ends_where_one_run_ends(
     whole = tmp_path / "whole.safetensors"
     parts = tmp_path / "parts.safetensors"
     talk = runs.interrupted(
-        tmp_path_factory.mktemp("streams"), [*words, str(parts)], training, "save_training_state"
+        tmp_path_factory.mktemp("streams"),
+        [*words, str(parts)],
+        training.state,
+        "save_training_state",
     )
     assert "interrupted" in talk
     assert "Traceback" not in talk

@@ -2,7 +2,6 @@
 overflow.
 """
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,30 +89,6 @@ def test_every_matrix_of_a_swin_is_constrained_against_its_own_inputs(swin: nn.M
     network.write(swin, originals)
     assert before.finite
     assert after < before
-
-
-@pytest.mark.parametrize(("images", "said"), [(2, True), (400, False)])
-def test_too_few_images_are_said(tiny: Checkpoint, tmp_path: Path, images: int, said: bool) -> None:
-    source = tmp_path / "tiny.safetensors"
-    tiny.write(source)
-    words = [
-        "constrain",
-        source,
-        "--layers",
-        "patch*",
-        "--limit",
-        images,
-        "--json",
-        "-o",
-        tmp_path / "out.safetensors",
-    ]
-    outcome = commands.certvit(*words)
-    (layer,) = json.loads(outcome.stdout)["layers"]
-    # an image of 8 x 8 has four patches of 16 pixels
-    assert layer["rank"] == (4 * images if said else 16)
-    assert layer["ridge"] == 0.3
-    warning = "fewer independent inputs than width in 1 layer (patch_embed.proj)"
-    assert (warning in outcome.stderr.replace("\n", " ")) == said
 
 
 def test_activations_that_overflow_are_refused_by_name(tiny: Checkpoint, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_a_method_shows_the_options_that_are_its_own(method: str) -> None:
     for option, owners in {
         "--sigma": {"smoothing"},
         "--effort": {"local"},
-        "--masks": {"patch"},
+        "--procedure": {"patch"},
         "--arithmetic": {"lipschitz", "box", "local-lip", "bcp"},
     }.items():
         assert (f"{option} " in shown) is (method in owners)

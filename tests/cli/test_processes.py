@@ -34,7 +34,7 @@ SMOOTHING = commands.words_typed(
 )
 SMOOTHING += commands.words_typed("-n 100 --n0 20 --sigma 0.1")
 PATCH = commands.words_typed(
-    "certify plain.safetensors --dataset digits --limit 8 --method patch --patch 1 --hide pixels"
+    "certify plain.safetensors --dataset digits --limit 8 --method patch --patch 1"
 )
 ATTACK = commands.words_typed(
     "attack plain.safetensors -a pgd-3 -a margin-pgd-3 -e 0.3 -e 1 --limit 28 --batch-size 12"

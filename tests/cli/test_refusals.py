@@ -57,12 +57,13 @@ certify m --method patch | 2 | needs a patch
 certify m --method patch --patch 9 | 2 | do not fit
 certify m --method patch --patch soup | 2 | is no patch
 certify m --method patch --patch 8 | 2 | hide the whole image
-certify m --method patch --patch 2 --masks 1 | 2 | --masks 1
+certify m --method patch --patch 2 --procedure double-masking:1 | 2 | --procedure double-masking:1
 certify m --method patch --patch 2 -e 0.5 | 2 | --epsilon does not go
 certify m --method patch --patch 2 --method lipschitz | 2 | stands alone
 certify m --method patch --patch 2 --procedure prayer | 2 | unknown procedure
-certify m --method patch --patch 2 --procedure voting --band-width 9 | 2 | bands of 9 columns
-certify m --method patch --patch 2 --hide faces | 2 | unknown hide 'faces'
+certify m --method patch --patch 2 --procedure voting:9 | 2 | bands of 9 columns
+certify m --method patch --patch 2 --procedure voting:0 | 2 | unknown procedure 'voting:0'
+certify m --method patch --patch 2 --procedure double-masking:many | 2 | unknown procedure 'double-masking:many'
 certify m --method patch --patch 2 --min-certified 0.5@3 | 2 | names a patch that is not certified
 certify m --method lipschitz --denoiser m | 2 | works with --method smoothing
 certify m --method smoothing --sigma 0 | 2 | sigma

@@ -15,9 +15,9 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from certcli.cli.main import COMMANDS
-from certcli.cli.shared import output, tables
+from certcli.cli.shared import output
 from certcli.system.errors import CertvitError, plain_lines, plain_text
-from tests.helpers.commands import Done, console
+from tests.helpers import commands, grids
 
 WIDE = 2000
 TYPED = [
@@ -70,7 +70,9 @@ def calls_of(line: str, workshop: Path, folder: Path) -> list[tuple[Any, ...]]:
         patch.setattr(
             "certcli.cli.certify.run.time", SimpleNamespace(perf_counter=lambda: 0.0)
         )  # a slow run says so
-        code, _, err = console(*(paths.get(word, word) for word in line.split()), *force, "--quiet")
+        code, _, err = commands.console(
+            *(paths.get(word, word) for word in line.split()), *force, "--quiet"
+        )
     assert code == 0, (line, err)
     return calls
 
@@ -113,25 +115,6 @@ def test_no_raw_value_no_minus_nothing_and_no_row_twice(
         assert [line for line in text.splitlines() if line.lstrip().startswith("%")] == []
 
 
-def test_words_stand_left_and_numbers_right() -> None:
-    rows = [("a", "Conv2d", "1.5", "-", "yes"), ("b", "", "10^3.2", "inf", "12 %")]
-    assert tables.Layout(["n", "kind", "x", "y", "z"], rows, 80).numbers == {2, 3}
-
-
-def test_a_share_that_rounds_to_nothing_has_no_sign() -> None:
-    assert [
-        output.percent(-0.0004, 0),
-        output.percent(-0.0004),
-        output.percent(-0.0),
-        output.percent(0.5, 0),
-    ] == [
-        "0 %",
-        "0.0 %",
-        "0.0 %",
-        "50 %",
-    ]
-
-
 def test_prose_is_broken_between_words_only() -> None:
     line = "  or: certified at 0.5 77.9 %, in /a/folder/whose-name-is-longer-than-the-line/file.safetensors: done"
     broken = output.wrapped(line, 28).splitlines()
@@ -142,29 +125,15 @@ def test_prose_is_broken_between_words_only() -> None:
 
 
 def test_log_takes_a_folder_and_names_its_files(workshop: Path, tmp_path: Path) -> None:
-    code, out, err = console("log", tmp_path)
+    code, out, err = commands.console("log", tmp_path)
     assert code == 3
     assert "no checkpoint" in err
-    code, out, _ = console("log", (workshop / "certified.safetensors").parent)
+    code, out, _ = commands.console("log", (workshop / "certified.safetensors").parent)
     assert code == 0
     first = {line.split()[0] for line in out.splitlines() if line}
     assert {"plain", "certified"} <= first
     assert "init" not in first  # nobody judged it: it is named below
     assert re.search(r"^no accuracy or bound: .*\binit\b", out, re.MULTILINE)
-
-
-def test_log_shows_what_training_found(workshop: Path) -> None:
-    code, out, _ = console("log", workshop / "certified.safetensors")
-    assert code == 0
-    assert re.search(
-        r"this network +\d+ images of digits \(val\): clean \d+\.\d %, and certified \d+\.\d % at 0.3 \(proven\), b",
-        out,
-    )
-
-
-def test_a_bound_that_certifies_nothing_says_so(shown: dict[str, dict[int, str]]) -> None:
-    assert "no usable proof" in shown["lipschitz plain --limit 2"][80]
-    assert "no usable proof" not in shown["lipschitz certified --no-estimate --compare plain"][80]
 
 
 FORGED = "Proven 200 of 200"
@@ -183,7 +152,7 @@ NAMES = (
 HOSTILE = "".join(name.removesuffix(".png") for name in NAMES)
 
 
-def require_text(done: Done) -> None:
+def require_text(done: commands.Done) -> None:
     """Assert that no line of the output is forged, and none commands a terminal or the program of a
     workflow.
     """
@@ -232,10 +201,12 @@ def test_no_command_is_forged_by_the_name_of_its_file(
     words = [command, str(path.name), *(["-o", "x.safetensors"] if command == "init" else [])]
     words += [str(path.name)] if command in ("predict", "merge") else []
     words += ["--json"] if as_json else []
-    done = console(*words, folder=tmp_path)
+    done = commands.console(*words, folder=tmp_path)
     assert done.code != 0
     require_text(done)
-    done = console(command, workshop / "plain.safetensors", f"--{name}", name, folder=tmp_path)
+    done = commands.console(
+        command, workshop / "plain.safetensors", f"--{name}", name, folder=tmp_path
+    )
     require_text(done)
 
 
@@ -262,15 +233,14 @@ RUNS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("columns", [None, "40"])
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(("run", "columns"), grids.crossed(list(RUNS), [None, "40"]))
 def test_no_output_is_forged_by_the_names_that_it_shows(
     run: str, columns: str | None, hostile_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if columns is not None:
         monkeypatch.setenv("COLUMNS", columns)
     words = (run.split()[0], f"{HOSTILE}.safetensors", *RUNS[run])
-    done = console(*words, folder=hostile_folder)
+    done = commands.console(*words, folder=hostile_folder)
     assert done.code == 0, done.err
     require_text(done)
 
@@ -280,8 +250,8 @@ def test_configs_and_keys_are_text(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     for field in ("architecture", HOSTILE):
         (tmp_path / "config.json").write_text(json.dumps({"architecture": "x", field: HOSTILE}))
-        require_text(console("lipschitz", ".", folder=tmp_path))
+        require_text(commands.console("lipschitz", ".", folder=tmp_path))
     torch.save({HOSTILE: 3, "b": "x"}, tmp_path / "x.pth")
-    require_text(console("lipschitz", "x.pth", folder=tmp_path))
+    require_text(commands.console("lipschitz", "x.pth", folder=tmp_path))
     torch.save({HOSTILE: torch.zeros(3)}, tmp_path / "x.pth")
-    require_text(console("lipschitz", "x.pth", folder=tmp_path))
+    require_text(commands.console("lipschitz", "x.pth", folder=tmp_path))

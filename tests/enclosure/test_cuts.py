@@ -12,12 +12,12 @@ from certcli.enclosure.zonotopes.columns import Block
 from certcli.enclosure.zonotopes.cuts import Remainder, everywhere_positive
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.space import Coordinates, Space
-from tests.enclosure.test_branching import LONG, require_withstood
+from tests.enclosure.test_branching import LONG
 from tests.enclosure.test_coordinates import image as wide_image
 from tests.enclosure.test_coordinates import network as wide_network
-from tests.enclosure.test_zonotope_networks import SIZE, image, network
+from tests.enclosure.test_zonotope_networks import SIZE, image, network, require_withstood
 from tests.helpers.enclosure_cases import evaluate
-from tests.helpers.grids import EVERY
+from tests.helpers.grids import EVERY, crossed
 
 POINTS = 40_000
 IMAGE = torch.tensor([0.0, 0.4, 1.0]).double().view(1, 1, 1, 3)
@@ -53,8 +53,9 @@ def images_of_ball(radius: float, in_box: bool) -> Tensor:
     return y[((y >= 0) & (y <= 1)).all(1)] if in_box else y
 
 
-@pytest.mark.parametrize("in_box", [True, False])
-@pytest.mark.parametrize("kind", ["squares", "plain", "numbers"])
+@pytest.mark.parametrize(
+    ("kind", "in_box"), crossed(["squares", "plain", "numbers"], [True, False])
+)
 def test_every_image_that_is_left_lies_in_the_next_ball(kind: str, in_box: bool) -> None:
     nearest = 1.0
     smaller = 0
@@ -150,7 +151,7 @@ def test_no_adversarial_image_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "effort"), [("plain", "branch"), ("numbers", "branch"), ("plain", "auto")]
+    ("kind", "effort"), [("numbers", "branch"), ("plain", "auto"), *[("plain", "branch")] * EVERY]
 )
 def test_cuts_reach_further_and_no_attack_succeeds(kind: str, effort: Effort) -> None:
     """And are proven again from nothing but the radius; a larger one is not."""

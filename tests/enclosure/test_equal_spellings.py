@@ -28,6 +28,7 @@ from certcli.lipschitz.network import propagate, prove_network, trace_network
 from certcli.lipschitz.numerics.arithmetic import Arithmetic
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import NoBoundError
+from tests.helpers.grids import EVERY
 
 D = 8
 SIZE = (1, 4, 4)
@@ -205,7 +206,7 @@ def test_spellings_of_a_function_get_equal_numbers_or_the_table_says_why(functio
     (_, plain), *others = SPELLED[function].items()
     expected, logits = numbers_of(plain)
     assert all(expected.values())
-    for name, spelling in others:
+    for name, spelling in others[:: 1 if EVERY else 2]:
         numbers, same = numbers_of(spelling)
         assert torch.allclose(same, logits, rtol=1e-10, atol=1e-12), name
         why, factors = DIFFERENT.get((function, name), ("", {}))

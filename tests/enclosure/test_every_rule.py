@@ -94,11 +94,11 @@ def enclosed(name: str) -> Enclosed:
 
 
 def variants(number: int) -> list[str]:
-    """Return the walks of a row: all of them, or the way back and another one in turn."""
-    if EVERY:
-        return list(ZONOTOPES)
+    """Return the walks of a row: all, or the way back; of every third row another one in turn."""
     forward = [kind for kind in ZONOTOPES if kind != BACK]
-    return [BACK, forward[number % len(forward)]]
+    if EVERY:
+        return [BACK, *forward]
+    return [BACK, *forward[number // 3 % len(forward) :][: number % 3 == 0]]
 
 
 @functools.cache

@@ -29,7 +29,7 @@ from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.network import LocalNetwork, fits_by_fibres
 from certcli.enclosure.zonotopes.rules.arithmetic import negative
 from certcli.enclosure.zonotopes.space import Space
-from tests.enclosure.test_zonotope_networks import SIZE, image, largest_share, network
+from tests.enclosure.test_zonotope_networks import SIZE, image, network
 from tests.helpers.enclosure_cases import (
     BALL,
     BOX,
@@ -39,10 +39,11 @@ from tests.helpers.enclosure_cases import (
     evaluate_fibres,
     fibre_forms,
 )
-from tests.helpers.grids import crossed
+from tests.helpers.grids import EVERY, crossed
 
 MIXING = {"scores", "average", "attention", "sum of tokens"}
 """Rules that a walk gives forms with common symbols."""
+DRAWS = 300 if EVERY else 100
 HEADS = 2
 TOKENS = ((1, 5, 6),) * 3
 SIZES = (1e-9, 1e-3, 0.1, 0.4)
@@ -186,10 +187,10 @@ def at_corners(seed: int, boxed: bool) -> tuple[float, float]:
 
 @pytest.mark.parametrize("boxed", [False, True], ids=["tokens", "image"])
 def test_what_probabilities_lose_is_bounded_and_nearly_reached(boxed: bool) -> None:
-    shares = [at_corners(seed, boxed) for seed in range(300)]
+    shares = [at_corners(seed, boxed) for seed in range(DRAWS)]
     assert max(max(pair) for pair in shares) <= 1
-    assert sorted(error for error, _ in shares)[-30] > 0.9
-    assert sorted(change for _, change in shares)[-30] > 0.95
+    assert sorted(error for error, _ in shares)[-DRAWS // 10] > 0.9
+    assert sorted(change for _, change in shares)[-DRAWS // 10] > 0.95
 
 
 @pytest.mark.parametrize("moved", ["queries", "slack"])
@@ -324,18 +325,6 @@ def test_more_symbols_than_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("certcli.enclosure.zonotopes.form._LARGEST", 4 * 3 * 12 - 1)
     with pytest.raises(Unbounded, match="too many symbols"):
         x.with_common_symbols()
-
-
-@pytest.mark.parametrize(
-    ("kind", "radius"),
-    crossed(["plain", "mean", "relu", "tanh", "rms"], [0.02, 1e-3]),
-)
-def test_every_node_of_a_network_stays_in_its_form(kind: str, radius: float) -> None:
-    model = network(kind)
-    pixels = image()
-    local = LocalNetwork(model, SIZE)
-    label = int(model(pixels).argmax())
-    assert largest_share(local, pixels, label, radius, 0, 4000, partial=True, by_fibres=True) <= 1
 
 
 def test_auto_refutes_no_certificate_of_another_enclosure() -> None:

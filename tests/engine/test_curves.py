@@ -25,6 +25,7 @@ from certcli.engine.curves import NAMED, STEEP, Curve, Named, derivative, unknow
 from certcli.engine.table import NoRule, RuleTable
 from certcli.lipschitz.context import rules as lipschitz
 from certcli.lipschitz.network import bound_network  # noqa: F401 (registers the rules)
+from tests.helpers.grids import EVERY
 
 assert activations.name_curve  # it enters the names
 
@@ -62,11 +63,11 @@ def record(name: str) -> Curve:
 
 
 CURVES = {name: record(name) for name in RECORDS}
-STEP = 1e-4
+STEP = 1e-4 if EVERY else 2e-4
 X = torch.cat(
     [torch.arange(-12, 12, STEP, dtype=torch.float64), torch.linspace(-1e3, 1e3, 4001).double()]
 ).unique()
-"""Every ten-thousandth where curves bend, and farther."""
+"""Close to each other where curves bend, and farther."""
 ROUNDED = 1e-12
 """Of a derivative of order n by automatic differentiation, relative to its bound, times 10^n."""
 

@@ -238,16 +238,6 @@ def test_a_disk_that_fills_is_one_error_and_what_fitted_is_gone_on_with(
     assert records.RecordFile(path, run, images, resume=True).earlier > 10
 
 
-def test_records_are_on_disk_when_they_are_written(one_image: OneImage, tmp_path: Path) -> None:
-    """So that a run that is killed loses none."""
-    run, images, row = one_image
-    path = tmp_path / "r.jsonl"
-    with records.RecordFile(path, run, images) as file:
-        for lines in range(1, 4):
-            assert path.read_bytes().count(b"\n") == lines
-            file.write([row])
-
-
 def test_two_runs_do_not_write_one_file(one_image: OneImage, tmp_path: Path) -> None:
     run, images, _ = one_image
     path = tmp_path / "r.jsonl"

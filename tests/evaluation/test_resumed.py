@@ -134,6 +134,7 @@ WRITING = [
     "attack -a pgd-3 --norm linf -e 0.05 -e 0.1",
     "attack -a pgd-3 -e 0.1 -e 0.3 --pixels 8bit",
     "attack -a pgd-3 -e 0.1 -e 0.3 --no-checks",
+    "attack --norm patch --patch 1 --patch 2 --steps 2",
     "certify -e 0.1 -e 0.5",
     "certify --method lipschitz --method smoothing --sigma 0.25 --n0 8 --samples 32 -e 0.1",
     "certify --method patch --patch 2 --patch 3",

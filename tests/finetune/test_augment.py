@@ -58,23 +58,20 @@ def test_translations_move_each_image_as_a_whole() -> None:
     assert 0 < sum(same) < len(images)
 
 
-@pytest.mark.parametrize(
-    ("name", "moved"),
-    [("color-jitter:0.4", 3), ("color-jitter:0.4x0x0x0", 3), ("color-jitter:0x0x0x0.5", 3)]
-    + [("color-jitter:0x0x0.4", 3), ("color-jitter:0x0.4", 1)],
-)  # fmt: skip
-def test_colours_change_by_an_own_amount_each_and_stay_in_range(name: str, moved: int) -> None:
-    images = torch.rand(1, moved, 6, 6, generator=torch.Generator().manual_seed(1)).repeat(
-        20, 1, 1, 1
+@pytest.mark.parametrize("channels", [3, 1])
+def test_colours_change_by_an_own_amount_each_and_stay_in_range(channels: int) -> None:
+    image = torch.rand(1, channels, 6, 6, generator=torch.Generator().manual_seed(1))
+    images = image.repeat(20, 1, 1, 1)
+    jittered, again = (
+        moves.augment_batch(
+            images, ("color-jitter:0.4",), torch.zeros(1), torch.Generator().manual_seed(0)
+        )
+        for _ in range(2)
     )
-    before = images.clone()
-    generator = torch.Generator().manual_seed(0)
-    jittered = moves.augment_batch(images, (name,), torch.zeros(1), generator)
-    assert torch.equal(images, before)
+    assert torch.equal(images, image.repeat(20, 1, 1, 1))
     assert jittered.shape == images.shape
     assert 0 <= float(jittered.min()) <= float(jittered.max()) <= 1
     assert len({tuple(image.flatten().tolist()) for image in jittered}) == 20
-    again = moves.augment_batch(images, (name,), torch.zeros(1), torch.Generator().manual_seed(0))
     assert torch.equal(jittered, again)
 
 
@@ -226,7 +223,7 @@ IMAGES = torch.rand(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 def test_a_training_pass_is_the_pass_of_the_certifier(network: Callable[[], PixelModel]) -> None:
     """Bit for bit, in batches of one size; and no gradient reaches the pixels that are hidden."""
     model = network()
-    cell = defended(model, Patches(["2"], "voting", band_width=1)).passes.part.grid.cell
+    cell = defended(model, Patches(["2"], "voting:1")).passes.part.grid.cell
     certifier = defended(model, Patches(["2"], "double-masking", cell=cell))
     hiding = Hiding(model, ("bands:1",), torch.Generator())
     assert hiding.part.grid == certifier.passes.part.grid

@@ -142,26 +142,24 @@ def test_the_loss_falls_with_the_margins_and_has_a_gradient_where_they_explode()
     assert float(local(logits, labels, margins.detach() + 1, 0.5)) < float(value.detach())
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"qk_norm": True}, "blocks.0 differs"),
-        ({"scale_attn_norm": True}, "blocks.0 differs"),
-        ({"norm_layer": "rmsnorm"}, "blocks.0 differs"),
-        ({"global_pool": "max"}, "blocks.1 differs, or what follows it"),
-        ({"pre_norm": True}, "the embedding differs"),
-        ({"arch": "certvit_4c3f", "img_size": 8}, "the network is a"),
-    ],
-)
-def test_a_network_of_another_kind_is_refused_by_name(changes: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ArchitectureError, match=reason):
-        LocalEnclosure(build.load(initialised_plain(**changes)))
-
-
-def test_a_block_that_computes_something_else_is_refused_by_name() -> None:
-    model = build.load(initialised_plain(), writable=True)
+def swapped_for_softmax(model: PixelModel) -> PixelModel:
+    """A block that computes something else."""
     model.net.blocks[0].mlp.act = torch.nn.Softmax(-1)
-    with pytest.raises(ArchitectureError, match=r"blocks\.0 differs"):
+    return model
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"qk_norm": True}, {"scale_attn_norm": True}, {"norm_layer": "rmsnorm"}),
+        *({"global_pool": "max"}, {"pre_norm": True}, {"arch": "certvit_4c3f", "img_size": 8}, {}),
+    ],
+    ids=str,
+)
+def test_a_network_of_another_kind_is_refused_by_name(changes: dict[str, Any]) -> None:
+    model = build.load(initialised_plain(**changes), writable=True)
+    model = model if changes else swapped_for_softmax(model)
+    with pytest.raises(ArchitectureError, match=f"this {type(model.net).__name__} is no vision"):
         LocalEnclosure(model)
 
 
@@ -220,7 +218,7 @@ def test_a_penalised_network_of_another_kind_is_judged_by_clean_accuracy() -> No
     run = trainer(checkpoint, loss="ce", enclosure_penalty=(0.1, 0.1, 0.1), epochs=2)
     epochs = list(run.run(*digit_sets(checkpoint, 256, 40)))
     assert all(epoch.certified_estimate is None for epoch in epochs)
-    with pytest.raises(ArchitectureError, match=r"blocks\.0 differs"):
+    with pytest.raises(ArchitectureError, match="no enclosure for training"):
         trainer(checkpoint, loss="local", epochs=2)
 
 

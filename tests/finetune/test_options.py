@@ -140,21 +140,16 @@ def test_options_beside_a_bound_and_orthogonal_matrices(
 ) -> None:
     common = {"loss": "margin", "optimiser": "stiefel", **options}
     whole, second = resumed(lipschitz, sets, tmp_path / "s.safetensors", **common)
-    for weight in orthogonal_of(whole):
-        size = torch.linalg.matrix_norm(weight.flatten(1).double(), 2)
-        assert abs(float(size) - 1) < 1e-5  # float32 retraction: the estimate takes this norm for 1
     last = whole.last_net()
     again = second.last_net()
     assert last.keys() == again.keys()
     assert all(torch.equal(value, again[key]) for key, value in last.items())
-
-
-def orthogonal_of(run: Trainer) -> list[Tensor]:
-    excluded = set(map(id, run.orthogonal))
-    names = [
-        name for name, parameter in run.model.net.named_parameters() if id(parameter) in excluded
-    ]
-    return [run.last_net()[name] for name in names]
+    orthogonal = set(map(id, whole.orthogonal))
+    for name, parameter in whole.model.net.named_parameters():
+        if id(parameter) in orthogonal:
+            size = torch.linalg.matrix_norm(last[name].flatten(1).double(), 2)
+            # float32 retraction: the estimate takes this norm for 1
+            assert abs(float(size) - 1) < 1e-5
 
 
 @pytest.mark.gpu
@@ -198,18 +193,17 @@ def test_the_average_is_the_formula_and_is_retracted_in_use_only() -> None:
     average = Average(net, 0.5)
     with torch.no_grad():
         net.weight.copy_(second)
-    average.update(net)
+    average.update_parameters(net)
     decay = min(0.5, 2 / 11)
-    assert torch.allclose(
-        average.weights["weight"], decay * first + (1 - decay) * second, atol=1e-6
-    )
-    stored = average.weights["weight"].clone()
+    weight = average.module.weight
+    assert torch.allclose(weight, decay * first + (1 - decay) * second, atol=1e-6)
+    stored = weight.clone()
     with average.applied(net, [net.weight]):
         assert torch.allclose(
             net.weight @ net.weight.T, torch.eye(6), atol=1e-5
         )  # float32 Newton-Schulz
     assert torch.equal(net.weight, second)
-    assert torch.equal(average.weights["weight"], stored)
+    assert torch.equal(weight, stored)
 
 
 def test_a_teacher_of_other_sizes_sees_the_images_resized(tiny: Checkpoint, sets: Sets) -> None:
@@ -292,9 +286,7 @@ def test_options_that_this_network_or_machine_lacks(arch: str, options: dict, ma
         {"augment": ("color-jitter",)},
         {"augment": ("color-jitter:0",)},
         {"augment": ("color-jitter:2",)},
-        {"augment": ("color-jitter:0x0x0x0.6",)},
-        {"augment": ("color-jitter:1.1.1",)},
-        {"augment": ("color-jitter:0.1x0.1x0.1x0.1x0.1",)},
+        {"augment": ("color-jitter:0.4x0.4",)},
         {"augment": ("cutout",)},
         {"augment": ("cutout:2",)},
         {"augment": ("cutout:0x3",)},
@@ -320,18 +312,11 @@ def test_options_out_of_range_or_against_each_other(wrong: dict) -> None:
 
 
 def test_the_lineage_names_what_is_on() -> None:
-    assert (
-        not {"sam", "adversarial", "attack_epsilon", "steps", "seed", "ema", "teacher"}
-        & FinetuneSettings().parameters().keys()
-    )
-    on = FinetuneSettings(loss="ce", adversarial="pgd", ema=0.5, steps=7).parameters()
-    assert {
-        "adversarial",
-        "attack_epsilon",
-        "ard_prm",
-        "ema",
-        "steps",
-    } <= on.keys()
+    usual = FinetuneSettings().parameters().keys()
+    assert usual <= {field.name for field in fields(FinetuneSettings)}
+    assert not {"sam", "adversarial", "attack_epsilon", "steps", "seed", "ema", "teacher"} & usual
+    on = FinetuneSettings(loss="ce", adversarial="pgd", ema=0.5, steps=7).parameters().keys()
+    assert {"adversarial", "attack_epsilon", "ard_prm", "ema", "steps"} <= on
     assert "epochs" not in on
 
 
@@ -360,8 +345,3 @@ def test_weights_that_become_nan_are_never_kept(tiny: Checkpoint, sets: Sets) ->
     with pytest.raises(Diverged, match="became NaN"):
         list(run.run(sets[0].limit(32), sets[1]))
     assert all(bool(torch.isfinite(value).all()) for value in run.best_net.values())
-
-
-def test_the_lineage_holds_settings_alone():
-    names = {field.name for field in fields(FinetuneSettings)}
-    assert set(FinetuneSettings().parameters()) <= names

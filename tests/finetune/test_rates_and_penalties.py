@@ -135,11 +135,6 @@ def test_the_penalty_is_the_sum_of_squared_singular_values(
             )  # vectors: the square root of 1e-6
 
 
-def test_a_network_without_attention_is_refused() -> None:
-    with pytest.raises(ArchitectureError, match="no attention"):
-        SpectralPenalty(nn.Sequential(nn.Linear(3, 4)), (1.0, 1.0, 1.0))
-
-
 SIZE = (1, 2, 3)
 SPEC = InputSpec(size=SIZE, mean=(0.4,), std=(0.5,))
 DRAWS = 4000
@@ -198,10 +193,12 @@ def token_entries(net: Block) -> int:
     return net.first.out_features
 
 
-def test_a_network_without_a_nonlinear_place_is_refused() -> None:
+def test_a_network_without_what_is_penalised_is_refused() -> None:
     model = PixelModel(SPEC, nn.Sequential(nn.Flatten(), nn.Linear(6, 4)))
     with pytest.raises(ArchitectureError, match="no LayerNorm, softmax or activation"):
         EnclosurePenalty(model, (1.0, 1.0, 1.0))
+    with pytest.raises(ArchitectureError, match="no attention"):
+        SpectralPenalty(model, (1.0, 1.0, 1.0))
 
 
 LR = 1e-3

@@ -162,12 +162,12 @@ SHORT = {
 GIVEN = {
     "--dataset": "",
     "--enough": "0.1",
-    "--band-width": "1",
     "--precision": "float32",
     "--head": "8,8",
 }
 """Options with another value here; the images of the network's kind where it is empty."""
 SMALLER = {
+    "voting:4": "voting:1",
     "flip,bands:3,cutout-random:2x96": "flip,bands:3,cutout-random:2x16",
 }
 """Words that name places in images of 224 pixels, and the same for 64."""

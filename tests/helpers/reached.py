@@ -3,9 +3,11 @@ a row; and who calls a function.
 """
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 from certcli.engine.table import RuleTable
@@ -70,7 +72,12 @@ def entries_without_row(table: RuleTable, reached: set[Entry]) -> list[str]:
 
 
 Site = tuple[str, int, int]
-"""File, line, and place within the code, of a call."""
+"""File, line and column of a call."""
+
+
+@functools.cache
+def positions(code: CodeType) -> list[tuple[int | None, ...]]:
+    return list(code.co_positions())
 
 
 class Sites:
@@ -78,15 +85,16 @@ class Sites:
     factor.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], factor: float = 1.0) -> None:
         self.function = function
-        self.factor = 1.0
+        self.factor = factor
         self.reached: set[Site] = set()
         self.further: Site | None = None
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         frame = sys._getframe(1)
-        site = (frame.f_code.co_filename, frame.f_lineno, frame.f_lasti)
+        line, _, column, _ = positions(frame.f_code)[frame.f_lasti // 2]
+        site = (frame.f_code.co_filename, line or 0, column or 0)
         self.reached.add(site)
         found = self.function(*args, **named)
         return found * self.factor if site == self.further else found

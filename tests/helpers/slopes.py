@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from certcli.lipschitz.network import bound_network
+from tests.helpers.grids import EVERY
 
 IMAGE = (2, 4, 4)
 
@@ -51,7 +52,11 @@ def steepest_jacobian(
     """
     noise = torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     steepest_slope = 0.0
-    for image in (noise, 0.5 + 0.003 * noise, (noise > 0.5).double()):
+    starts = [noise, 0.5 + 0.003 * noise, (noise > 0.5).double()]
+    if not EVERY:  # the steepest alone is climbed from
+        slopes = [slope_at(net, image, last=True)[0] for image in starts]
+        starts = [starts[slopes.index(max(slopes))]]
+    for image in starts:
         for step in range(1, steps + 1):
             value, gradient = slope_at(net, image, last=step == steps)
             steepest_slope = max(steepest_slope, value)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from certcli.lipschitz.numerics import convolution, eigenvalues
-from certcli.lipschitz.numerics.convolution import conv_norm
+from certcli.lipschitz.numerics.convolution import Geometry, conv_norm
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.lipschitz.rules.convolution import pads_with_zeros
 from certcli.system.errors import CheckpointError, UsageError
@@ -93,6 +93,15 @@ def _options(name: str) -> dict:
     }
 
 
+def _norm(weight: torch.Tensor, options: dict, transposed: bool = False) -> float:
+    """The bound, of options as torch has them: a number or a pair for each axis."""
+    rank = weight.ndim - 2
+    each = {k: v if isinstance(v, tuple) else (v,) * rank for k, v in options.items()}
+    padding = tuple(p if isinstance(p, tuple) else (p, p) for p in each["padding"])
+    whole = {"padding": padding, "groups": options["groups"], "transposed": transposed}
+    return conv_norm(weight, Geometry(**each | whole))
+
+
 def _dense_norm(weight: torch.Tensor, options: dict, *, output_padding: int | None = None) -> float:
     """The oracle: the layer applied to every basis image; transposed where an output padding is
     given.
@@ -121,7 +130,7 @@ def test_small_convolutions_are_exact(name: str, kind: str) -> None:
     weight = _weight(name, kind)
     options = _options(name)
     reference = _dense_norm(weight, options)
-    assert reference * (1.0 - ORACLE) <= conv_norm(weight, **options) <= reference * (1.0 + 1e-6)
+    assert reference * (1.0 - ORACLE) <= _norm(weight, options) <= reference * (1.0 + 1e-6)
 
 
 @pytest.mark.parametrize(("name", "kind"), crossed([*CONVOLUTIONS], KINDS))
@@ -142,13 +151,13 @@ def test_transposed_convolutions(name: str, kind: str, monkeypatch: pytest.Monke
     )
     if any((n - 1) * s - 2 * p + d * (k - 1) + 1 < 1 for n, s, p, d, k in sizes):
         with pytest.raises(UsageError, match="does not fit"):
-            conv_norm(weight, **options | {"padding": 50}, transposed=True)
+            _norm(weight, options | {"padding": 50}, transposed=True)
         return
-    bound = conv_norm(weight, **options, transposed=True)
+    bound = _norm(weight, options, transposed=True)
     for output_padding in range(most):
         assert bound >= _dense_norm(weight, options, output_padding=output_padding) * (1.0 - ORACLE)
     _only_the_torus(monkeypatch)
-    assert conv_norm(weight, **options, transposed=True) >= bound * (1.0 - 1e-6)
+    assert _norm(weight, options, transposed=True) >= bound * (1.0 - 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +203,7 @@ def test_torus_is_as_tight_as_its_fourier_blocks(
         math.prod(options["stride"])
     )
     reference = float(torch.linalg.svdvals(blocks).max())
-    assert reference * (1.0 - ORACLE) <= conv_norm(weight, **options) <= reference * (1.0 + 1e-5)
+    assert reference * (1.0 - ORACLE) <= _norm(weight, options) <= reference * (1.0 + 1e-5)
 
 
 @given(data=st.data())
@@ -219,9 +228,9 @@ def test_any_geometry_lies_above_its_dense_matrix(data: st.DataObject) -> None:
     )
     reference = _dense_norm(weight, options)
     with pytest.MonkeyPatch.context() as patch:
-        exact = conv_norm(weight, **options)
+        exact = _norm(weight, options)
         _only_the_torus(patch)
-        torus = conv_norm(weight, **options)
+        torus = _norm(weight, options)
     assert exact >= reference * (1.0 - ORACLE)
     assert torus >= reference * (1.0 - ORACLE)
 
@@ -237,14 +246,14 @@ def test_padding_that_differs_between_the_sides(
     dense = F.conv2d(F.pad(basis, (left, right, top, bottom)), weight, stride=stride).flatten(1)
     reference = float(torch.linalg.svdvals(dense)[0])
     options = {"stride": stride, "padding": sides, "dilation": 1, "groups": 1, "input_size": 8}
-    assert reference * (1.0 - ORACLE) <= conv_norm(weight, **options) <= reference * (1.0 + 1e-6)
+    assert reference * (1.0 - ORACLE) <= _norm(weight, options) <= reference * (1.0 + 1e-6)
     _only_the_torus(monkeypatch)
-    assert conv_norm(weight, **options) >= reference * (1.0 - ORACLE)
+    assert _norm(weight, options) >= reference * (1.0 - ORACLE)
 
 
 def test_patches_give_the_norm_of_the_reshaped_kernel() -> None:
     weight = torch.randn(40, 3, 4, 4, generator=torch.Generator().manual_seed(0))
-    bound = conv_norm(weight, stride=4, padding=0, dilation=1, groups=1, input_size=(224, 224))
+    bound = conv_norm(weight, Geometry((4, 4), ((0, 0),) * 2, (1, 1), 1, (224, 224)))
     exact = spectral_norm(weight.flatten(1))
     assert exact <= bound <= exact * (1.0 + 1e-14)  # a few ulps of outward rounding
 
@@ -268,7 +277,7 @@ def test_channel_counts_beyond_the_full_solver(
     }
     reference = _dense_norm(weight, options)
     assert (
-        reference * (1.0 - ORACLE) <= conv_norm(weight, **options) <= reference * 1.3
+        reference * (1.0 - ORACLE) <= _norm(weight, options) <= reference * 1.3
     )  # a torus of 6 x 7
 
 
@@ -299,7 +308,7 @@ def test_what_sums_over_taps_lose_is_added(name: str, monkeypatch: pytest.Monkey
     shifts = [-(-k // s) for k, s in zip(weight.shape[2:], stride)]
     count = math.prod(shifts)
     lags = math.prod(2 * n - 1 for n in shifts) // 2
-    bound = conv_norm(weight, **options)
+    bound = _norm(weight, options)
     if groups == 1:
         side = max(cells.shape[1], cells.shape[2] * math.prod(stride))
         assert bound**2 >= 2 * (side * count + lags + 40) * 2.0**-20 * largest**2 * (1 - ORACLE)
@@ -318,31 +327,27 @@ def test_failing_certificate_falls_back_to_windows(monkeypatch: pytest.MonkeyPat
     weight = _weight("3x3", "gaussian")
     options = _options("3x3")
     monkeypatch.setattr(eigenvalues, "certify_below", lambda grams, shifts: [math.inf] * len(grams))
-    bound = conv_norm(weight, **options)
+    bound = _norm(weight, options)
     windows = 3.0 * spectral_norm(weight.flatten(1))
     assert windows * (1.0 - ORACLE) <= bound <= windows * (1.0 + 1e-14)
 
 
 def test_zero_overflow_and_poison() -> None:
     options = {"stride": 1, "padding": 1, "dilation": 1, "groups": 1, "input_size": 8}
-    assert conv_norm(torch.zeros(3, 3, 3, 3), **options) == 0.0
-    assert conv_norm(torch.full((3, 3, 3, 3), 1e308, dtype=torch.float64), **options) == math.inf
+    assert _norm(torch.zeros(3, 3, 3, 3), options) == 0.0
+    assert _norm(torch.full((3, 3, 3, 3), 1e308, dtype=torch.float64), options) == math.inf
     for poison in (math.nan, math.inf):
         weight = torch.zeros(3, 3, 3, 3)
         weight[1, 2, 0, 1] = poison
         with pytest.raises(CheckpointError, match="NaN or infinite"):
-            conv_norm(weight, **options)
+            _norm(weight, options)
 
 
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"padding": "same"}, "depends on the layer"),
-        ({"stride": 0}, "stride"),
-        ({"dilation": (1, 1, 1)}, "dilation"),
-        ({"padding": -1}, "padding"),
         ({"groups": 2}, "groups"),
-        ({"input_size": 0}, "input size"),
+        ({"input_size": 0}, "does not fit"),
         ({"input_size": 2, "padding": 0}, "does not fit"),
         ({"kernel": 0}, "does not fit"),
     ],
@@ -357,13 +362,13 @@ def test_impossible_geometry_is_refused(change: dict, match: str) -> None:
         "kernel": 3,
     } | change
     with pytest.raises(UsageError, match=match):
-        conv_norm(torch.ones(3, 3, options.pop("kernel"), 3), **options)
+        _norm(torch.ones(3, 3, options.pop("kernel"), 3), options)
 
 
 def test_other_numbers_of_dimensions_are_refused() -> None:
     for shape in ((3, 3), (2, 2, 3, 3, 3)):
         with pytest.raises(UsageError, match="dimensions"):
-            conv_norm(torch.ones(shape), stride=1, padding=0, dilation=1, groups=1, input_size=8)
+            conv_norm(torch.ones(shape), Geometry((1,), ((0, 0),), (1,), 1, (8,)))
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (4, 6), (6, 4), (5, 7), (7, 5), (1, 8), (8, 1)])
@@ -392,5 +397,5 @@ def test_torus_lies_above_the_dense_matrix(
     _only_the_torus(monkeypatch)
     weight = _weight(name, kind)
     options = _options(name)
-    bound = conv_norm(weight, **options)
+    bound = _norm(weight, options)
     assert bound >= _dense_norm(weight, options) * (1.0 - ORACLE)

@@ -23,7 +23,7 @@ from certcli.engine import curves
 from certcli.lipschitz.estimate import jacobian_norms
 from certcli.lipschitz.network import bound_network
 from certcli.lipschitz.numerics.arithmetic import lambert_w_upper
-from certcli.lipschitz.numerics.convolution import conv_norm
+from certcli.lipschitz.numerics.convolution import Geometry, conv_norm
 from certcli.nn.attention import AttentionShape
 from certcli.nn.attention_variants import L2Attention
 
@@ -200,7 +200,7 @@ def test_groups_of_a_convolution_are_no_product() -> None:
     norms is 2^-8.
     """
     weight = torch.full((8, 1, 1, 1), 0.5, dtype=torch.float64)
-    known = conv_norm(weight, stride=1, padding=0, dilation=1, groups=8, input_size=(3, 3))
+    known = conv_norm(weight, Geometry((1, 1), ((0, 0),) * 2, (1, 1), 8, (3, 3)))
     image = torch.ones(1, 8, 3, 3, dtype=torch.float64)
     logits = float(functional.conv2d(image, weight, groups=8).norm() / image.norm())
     assert logits == pytest.approx(0.5)

@@ -28,6 +28,7 @@ from certcli.lipschitz.network import NetworkBound, bound_network
 from certcli.models import build as models  # first: it makes torchvision importable
 from certcli.models.build import replace_module
 from certcli.models.pixels import PixelModel, PixelNormalize
+from tests.helpers.grids import spaced
 from tests.helpers.lipschitz_cases import f, of_tokens, statistics
 from tests.helpers.slopes import IMAGE, require_no_slope_above, slope_at
 
@@ -167,7 +168,7 @@ def searched(model: nn.Module) -> tuple[float, Tensor]:
     return best, images
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", spaced(NETWORKS, 2))
 def test_no_measured_slope_exceeds_the_bound(name: str) -> None:
     model = build(name, strength=1.5)
     result = bounded(model)

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from certcli.lipschitz.network import bound_network, propagate, trace_network
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
+from tests.helpers.grids import EVERY
 from tests.helpers.lipschitz_cases import f
 from tests.helpers.slopes import IMAGE, steepest_jacobian
 from tests.lipschitz.rewrites import (
@@ -117,12 +118,11 @@ def test_a_rewrite_changes_no_bound(name: str) -> None:
     assert proven[0].upper.finite, proven[0].bound.why
     bounds = [float(result.upper) for result in proven]
     assert bounds[0] == pytest.approx(bounds[1], rel=1e-6)
-    assert steepest_jacobian(pair[0], steps=2) <= min(bounds) * (
-        1 + 1e-9
-    )  # rounding of the measured slope
+    if EVERY:  # 1e-9: rounding of the measured slope
+        assert steepest_jacobian(pair[0], steps=2) <= min(bounds) * (1 + 1e-9)
     for net in pair:
         outcome = propagate(
-            trace_network(net, IMAGE), TrainableArithmetic(torch.device("cpu"), iterations=60)
+            trace_network(net, IMAGE), TrainableArithmetic(torch.device("cpu"), iterations=8)
         )
         estimate = float(outcome.context.settle(outcome.logits).base)
         assert estimate >= bounds[0] * (1 - 1e-4)  # power iteration approaches from below

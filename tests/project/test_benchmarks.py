@@ -79,26 +79,6 @@ def test_the_benchmark_of_strength_runs(
     assert [row.label for row in rows] == [line[32:66].strip() for line in lines]
 
 
-def test_the_benchmark_of_growth_runs(
-    monkeypatch: pytest.MonkeyPatch, printed_lines: Callable[..., list[str]]
-) -> None:
-    """Small networks give a row each, then exponents, then rows that say they are extrapolated."""
-    growth = importlib.import_module("benchmarks.growth")
-    networks = {"a": (1, 64, 4, 3), "b": (2, 128, 4, 3)}
-    few = list(growth.WORK)[1:3]
-    monkeypatch.setattr(growth.scaling, "SHORT", 0.0)
-    words = ("--markdown", "--work", *few)
-    lines = printed_lines("growth", *words, NAMED=networks, TOKENS=600)
-    rows = [line.strip("| ").split(" | ") for line in lines]
-    names = [
-        *networks,
-        "exponent of the width",
-        *(f"{name}, extrapolated" for name in growth.LARGER),
-    ]
-    assert [row[0] for row in rows[2:]] == names
-    assert {len(row) for row in rows} == {2 + 2 * len(few)}
-
-
 def test_the_class_of_four_digits_is_the_largest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -284,19 +284,6 @@ def test_no_screen_rounds_a_number_with_a_direction_to_the_nearest_digit() -> No
     assert not left, left
 
 
-def test_texts_of_numbers_are_on_their_side() -> None:
-    draw = random.Random(0)
-    for _ in range(2000):
-        number = draw.random() * 10.0 ** draw.randint(-12, 12)
-        digits = draw.randint(1, 7)
-        assert Fraction(threat.rounded_down(number, digits)) <= Fraction(number)
-        assert Fraction(threat.rounded_up(number, digits)) >= Fraction(number)
-        log10 = draw.uniform(-400, 400)
-        assert float(threat.power_of_ten(log10, 1).removeprefix("10^")) >= log10 - 1e-12 * abs(
-            log10
-        )
-
-
 def test_texts_of_shares_and_intervals_are_on_their_side() -> None:
     draw = random.Random(0)
     for _ in range(500):

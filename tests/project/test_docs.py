@@ -1,6 +1,7 @@
 """What is documented exists, and what exists is documented."""
 
 import csv
+import functools
 import html
 import re
 import shlex
@@ -35,16 +36,17 @@ def test_the_reference_page_is_the_commands() -> None:
     )
 
 
-def _repository() -> list[Path]:
+@functools.cache
+def _repository() -> dict[Path, str]:
     """Return its texts, but this file, which names what stands nowhere."""
-    return [
-        path
+    return {
+        path.relative_to(ROOT): path.read_text(errors="ignore")
         for path in ROOT.rglob("*")
         if path.suffix in (".py", ".md", ".toml", ".sh", ".yml", "")
         and path.is_file()
         and path.name not in ("LICENSE", "test_docs.py")
         and not any(part.startswith((".", "demo-output")) for part in path.relative_to(ROOT).parts)
-    ]
+    }
 
 
 NOWHERE: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -63,9 +65,8 @@ NOWHERE: dict[str, tuple[str, tuple[str, ...]]] = {
 def test_no_file_holds(fault: str) -> None:
     pattern, elsewhere = NOWHERE[fault]
     faulty = re.compile(pattern, re.MULTILINE)
-    texts = {path.relative_to(ROOT): path.read_text(errors="ignore") for path in _repository()}
-    assert len(texts) > 500
-    found = [path.as_posix() for path, text in texts.items() if faulty.search(text)]
+    assert len(_repository()) > 500
+    found = [path.as_posix() for path, text in _repository().items() if faulty.search(text)]
     assert [path for path in found if not path.startswith(elsewhere)] == []
 
 

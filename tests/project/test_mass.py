@@ -22,16 +22,18 @@ def trees(folder: str) -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text(encoding="utf-8")) for path in files}
 
 
-def statements(tree: ast.AST) -> int:
-    """Return the number of statements, docstrings aside."""
+def is_docstring(node: ast.stmt) -> bool:
+    text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return text and isinstance(node.value.value, str)  # type: ignore[attr-defined]
+
+
+def statements(node: ast.AST) -> int:
+    """Return the number of statements below a node, docstrings aside; expressions hold none."""
     counted = 0
-    for node in ast.walk(tree):
-        words = (
-            isinstance(node, ast.Expr)
-            and isinstance(node.value, ast.Constant)
-            and isinstance(node.value.value, str)
-        )
-        counted += isinstance(node, ast.stmt) and not words
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.expr):
+            counted += statements(child)
+            counted += isinstance(child, ast.stmt) and not is_docstring(child)
     return counted
 
 

@@ -22,10 +22,15 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree(path)))
+
+
 def imported(path: Path) -> set[str]:
     """Return every certcli module named in an import, at any depth of the file."""
     found = set()
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -164,7 +169,7 @@ def test_every_module_can_be_imported_first() -> None:
 
 def test_no_pickle() -> None:
     for path in MODULES:
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 assert node.value.id != "pickle" or node.attr == "UnpicklingError", path
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
@@ -223,7 +228,7 @@ def files_that_call(matches: Callable[[ast.Call], bool]) -> set[str]:
     return {
         path.relative_to(PACKAGE).as_posix()
         for path in MODULES
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Call) and matches(node)
     }
 
@@ -314,7 +319,7 @@ def test_calls_stand_where_they_are_listed(law: str) -> None:
 
 
 def test_json_is_decoded_under_its_own_name() -> None:
-    imports = {alias.name for path in MODULES for node in ast.walk(tree(path))
+    imports = {alias.name for path in MODULES for node in nodes(path)
                if isinstance(node, ast.ImportFrom) for alias in node.names
                if node.module in ("json", "msgspec.json")}  # fmt: skip
     assert not imports

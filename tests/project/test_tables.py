@@ -4,18 +4,14 @@ commands gave.
 
 import math
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.tables import claims, render, results
-from benchmarks.tables.__main__ import chains, chosen
 from benchmarks.tables.layout import Claim
-from benchmarks.tables.rows import BY_NAME, DATA, ROWS, TABLES
-from benchmarks.tables.run import arguments, figure, made_by, step
+from benchmarks.tables.rows import BY_NAME, ROWS, TABLES
 from certcli.evaluation.intervals import share_interval
-from certcli.evaluation.threat import parse_radius, radius_key
 
 RUNS = results.read()
 
@@ -88,61 +84,6 @@ def test_no_row_certifies_what_an_attack_breaks(name: str) -> None:
     samples = run["images"]
     if "certify" in samples and samples["certify"] == samples["attack"]:
         assert run["figures"]["certified"] <= run["figures"]["attacked"] <= run["figures"]["clean"]
-
-
-def test_commands_are_filled_in_as_they_would_be_typed() -> None:
-    names = {**{name: f"/{name}" for name in DATA}, "seed": "7"}
-    for row in ROWS:
-        for command in row.steps.values():
-            module, words = arguments(
-                command, names | {other: f"../{other}" for other in row.after}
-            )
-            assert (
-                module == "certcli"
-                or (Path(render.PAGE).parents[1] / f"{module.replace('.', '/')}.py").exists()
-            )
-            assert not any("{" in word for word in words)
-    with pytest.raises(ValueError, match="nothing is known"):
-        arguments("certvit certify {elsewhere}/net.safetensors", names)
-
-
-def test_a_step_is_run_again_where_another_command_made_what_it_reads(tmp_path: Path) -> None:
-    read = "python -m json.tool --compact made.json"
-
-    def shown(maker: str, made: str) -> Any:
-        (tmp_path / "made.json").write_text(made)
-        return step([maker, read], {}, tmp_path, "read")["document"]
-
-    assert shown("train for an epoch", "1") == 1
-    assert shown("train for an epoch", "2") == 1  # kept
-    assert shown("train for two", "2") == 2
-
-
-def test_what_a_row_reads_is_made_by_other_rows() -> None:
-    row = BY_NAME["certvit-1/mnist/4c3f/certvit"]
-    before = list(BY_NAME["certvit-1/mnist/4c3f/standard"].steps.values())
-    assert made_by(row) == [*before, *row.steps.values()]
-
-
-def test_figures_are_found_by_step_and_key() -> None:
-    documents = {"a": {"curve": {"1.58": 0.5}, "list": [{"mean": 1.0}, {"mean": 3.0}]}}
-    assert figure(documents, "a/curve/1.58") == 0.5
-    assert figure(documents, "a/list/1/mean") == 3.0
-    assert figure(documents, "a/list/*/mean") == 2.0
-
-
-def test_a_figure_at_a_radius_is_spelled_as_the_command_writes_it() -> None:
-    """36/255 stood as 0.141176 in rows when documents had all of its digits: the rows could not end."""
-    looked_at = 0
-    for row in ROWS:
-        for where in row.figures.values():
-            name, *keys = where.split("/")
-            if "certified" in keys[:-1]:
-                words = row.steps[name].split() if row.steps else []
-                radii = [words[i + 1] for i, word in enumerate(words) if word == "-e"]
-                assert not words or keys[-1] in [radius_key(parse_radius(r)) for r in radii]
-                looked_at += bool(words)
-    assert looked_at
 
 
 JUDGED: list[tuple[list[float], list[float], dict[str, Any], str]] = [
@@ -237,15 +178,3 @@ def test_quick_rows_fit_into_half_an_hour_on_two_cores() -> None:
     keys = [results.key(row.name, seed) for row in ROWS for seed in row.quick_seeds if row.steps]
     assert [key for key in keys if key not in RUNS] == []
     assert sum(sum(RUNS[key]["cpu_seconds"].values()) for key in keys) <= 2 * 30 * 60
-
-
-def test_rows_come_after_those_they_read() -> None:
-    rows = chosen(["certvit-f1/*", "certvit-2/vit-t16"], quick=False)
-    assert {"certvit-1/digits/4c3f/standard", "certvit-1/digits/4c3f/gloro"} < {
-        row.name for row in rows
-    }
-    found = chains(rows)
-    assert sorted(len(chain) for chain in found) == [1, 3]
-    for chain in found:
-        for place, row in enumerate(chain):
-            assert set(row.after) <= {other.name for other in chain[:place]}

@@ -54,7 +54,7 @@ from tests.helpers.executions import (
     representable,
     require_within,
 )
-from tests.helpers.grids import EVERY
+from tests.helpers.grids import EVERY, crossed
 from tests.helpers.lipschitz_cases import build_row
 from tests.helpers.slopes import IMAGE
 
@@ -197,9 +197,10 @@ def judged() -> Tensor:
     return torch.cat([noise, noise[:1].round(), torch.zeros(1, *SIZE), torch.full((1, *SIZE), 0.5)])
 
 
-# the two that differ most stand for all
-@pytest.mark.parametrize("arithmetic", EXECUTED if EVERY else ["float32", "fp16"])
-@pytest.mark.parametrize("name", CASES)
+# by default the two that differ most, in turn
+@pytest.mark.parametrize(
+    ("name", "arithmetic"), crossed([*CASES], EXECUTED if EVERY else ["float32", "fp16"])
+)
 def test_no_execution_differs_by_more_than_is_proven(name: str, arithmetic: str) -> None:
     model = network(CASES[name])
     pixels = judged()
@@ -243,8 +244,9 @@ def test_the_bound_is_within_a_factor_of_two_where_rounding_is_worst() -> None:
 
 
 @pytest.mark.parametrize("arithmetic", EXECUTED if EVERY else ["float32"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("method", PROVING if EVERY else ["lipschitz", "bcp"])
+@pytest.mark.parametrize(
+    ("kind", "method"), crossed([*KINDS], [*PROVING] if EVERY else ["lipschitz", "bcp"])
+)
 def test_no_execution_changes_a_certified_class(method: str, kind: str, arithmetic: str) -> None:
     """Murray's constructions among them: biases that cancel, huge and tiny layers, ties."""
     model = network(KINDS[kind], 0.4, 0.5)
@@ -388,11 +390,11 @@ def test_certified_digits_withstand_other_orders_and_last_bits(certified: Checkp
     model = build.load_double(certified, torch.device("cpu"))
     pixels = (
         datasets.load_dataset("digits", certified.record.input, "test")
-        .fetch(list(range(12)))
+        .fetch(list(range(8)))
         .double()
     )
     claims = {name: _claims(model, pixels, name) for name in ("float64", "float32", "fp16")}
-    assert len(claims["float32"]) >= len(claims["float64"]) - 1 > 6
+    assert len(claims["float32"]) >= len(claims["float64"]) - 1 > 4
     for name in ("float32", "fp16"):
         _hold(model, pixels, claims[name], name)
     real = {row.index: row.radius for row in claims["float64"]}

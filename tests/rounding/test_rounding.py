@@ -30,6 +30,7 @@ from certcli.nn.layers import SOFTMAX_SLOPE, SoftMaxMin
 from certcli.nn.surgery import REPLACEMENTS
 from certcli.rounding import PRECISIONS, NeighbourErrors
 from certcli.rounding.operation_errors import Steep
+from tests.helpers.grids import EVERY, crossed
 
 Exact = Any  # an array of mpmath's numbers
 mpmath.mp.prec = 600
@@ -157,8 +158,9 @@ def analysed(network: nn.Module) -> NeighbourErrors:
     return NeighbourErrors(network.double().eval(), (5, 6), PRECISIONS["float64"])
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("spread", [1.0, 1e-3, 1e3])
+@pytest.mark.parametrize(
+    ("name", "spread"), [*((name, 1.0) for name in CASES), *crossed([*CASES], [1e-3, 1e3])]
+)
 def test_real_arithmetic_is_within_the_error(name: str, spread: float) -> None:
     """Also of tokens that hardly differ, and of large ones: each logit, and each margin."""
     function, real = CASES[name]
@@ -294,14 +296,22 @@ def test_biases_that_cancel_certify_nothing_wrong(power: int) -> None:
         ]
 
 
+REFERENCES = (
+    list_models(["certvit_lip_*", "certvit_sort_*", "certvit_mix_*"])
+    if EVERY
+    else [
+        "certvit_lip_mnist",
+        "certvit_lip_pyramid_cifar10_small",
+        "certvit_sort_mnist",
+        "certvit_mix_mnist",
+    ]
+)
+
+
 @pytest.mark.parametrize(
     ("arch", "arguments"),
     [
-        *(
-            (name, {})
-            for kind in ("lip", "sort", "mix")
-            for name in list_models(f"certvit_{kind}_*")
-        ),  # by design, all
+        *((name, {}) for name in REFERENCES),
         ("certvit_vit_digits", {}),
         ("certvit_vit_pgd_2_3_16", {}),
         ("certvit_lip_digits", {"members": 2, "mirror": True}),

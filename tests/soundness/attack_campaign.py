@@ -37,7 +37,6 @@ from certcli.certify.options import (
     Arithmetic,
     Effort,
     Local,
-    Masking,
     Patches,
     Proof,
 )
@@ -161,7 +160,7 @@ def local_row(effort: str, norm: Any, arithmetic: str) -> Callable[[PixelModel],
 
 
 def against_patches(procedure: str, size: str) -> Callable[[PixelModel], Certifier]:
-    options = Patches([size], procedure, masks=4, bands="columns", band_width=1, rows=64)
+    options = Patches([size], {"voting": "voting:1"}.get(procedure, f"{procedure}:4"), rows=64)
     return lambda model: defended(model, options)
 
 
@@ -183,7 +182,7 @@ ROWS = (
     ),
     *(
         Row("patch", f"{procedure} {size}", against_patches(procedure, size), masked, 20)
-        for procedure, size in itertools.product(get_args(Masking), ("1", "2x1", "2"))
+        for procedure, size in itertools.product(("double-masking", "voting"), ("1", "2x1", "2"))
     ),
 )
 COUNTED_ELSEWHERE = ("smoothing",)

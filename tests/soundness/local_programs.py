@@ -5,6 +5,7 @@ batch axis, odd indexing, permutations, repeats, register tokens), lets modules 
 they stand, and reads some entries of the result.
 """
 
+import functools
 import random
 from collections.abc import Callable
 
@@ -161,7 +162,7 @@ def act(w: Writer) -> None:
                 *[square(x).unsqueeze(1)] * 3, scale=0.7
             ).squeeze(1),
         ),
-        ("heads", lambda x: split_heads(x, square, heads)),
+        ("heads", lambda x: attended(x, square, heads, F.scaled_dot_product_attention)),
         ("rms norm", lambda x: F.rms_norm(x, (width,), factor, 1e-2)),
     ]
     w.add(*w.random.choice(table))
@@ -298,24 +299,25 @@ def act_latest(w: Writer) -> None:
     w.add(*w.random.choice(table))
 
 
-def attention_written_out(x: Tensor, maps: nn.Module, heads: int, numbers: Tensor) -> Tensor:
+def attended(
+    x: Tensor, maps: nn.Module, heads: int, mix: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Return what `mix` makes of queries, keys and values in heads, as tokens."""
     b, n, _ = x.shape
     q, k, v = (t.reshape(b, n, heads, -1).transpose(1, 2) for t in (maps(x), x, maps(x)))
-    shares = (0.7 * q @ k.transpose(-2, -1) + numbers).softmax(dim=-1)
-    return (shares @ v).transpose(1, 2).reshape(b, n, -1)
+    return mix(q, k, v).transpose(1, 2).reshape(b, n, -1)
+
+
+def attention_written_out(x: Tensor, maps: nn.Module, heads: int, numbers: Tensor) -> Tensor:
+    def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (0.7 * q @ k.transpose(-2, -1) + numbers).softmax(dim=-1) @ v
+
+    return attended(x, maps, heads, mix)
 
 
 def numbers_added(x: Tensor, maps: nn.Module, heads: int, numbers: Tensor) -> Tensor:
-    b, n, _ = x.shape
-    q, k, v = (t.reshape(b, n, heads, -1).transpose(1, 2) for t in (maps(x), x, maps(x)))
-    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=numbers)
-    return mixed.transpose(1, 2).reshape(b, n, -1)
-
-
-def split_heads(x: Tensor, maps: nn.Module, heads: int) -> Tensor:
-    b, n, _ = x.shape
-    q, k, v = (t.reshape(b, n, heads, -1).transpose(1, 2) for t in (maps(x), x, maps(x)))
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, -1)
+    mix = functools.partial(F.scaled_dot_product_attention, attn_mask=numbers)
+    return attended(x, maps, heads, mix)
 
 
 def move(w: Writer) -> None:

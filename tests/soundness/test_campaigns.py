@@ -53,7 +53,9 @@ def test_no_attack_succeeds_inside_a_certificate(
     monkeypatch.setattr(attack_campaign, "BRANCHING", 3.0 if EVERY else 0.3)
     rows = [row for row in ROWS if row.method == method]
     seen = Seen()
-    for seed, row in enumerate(rows[:: {"local": 11, "patch": 3}.get(method, 2)]):
+    step = 1 if EVERY else {"local": 11}.get(method, 3)
+    first = 0 if EVERY or method == "patch" else BALLS.index(method) % 3
+    for seed, row in enumerate(rows[first::step]):
         attack_row(replace(row, starts=4), seed, seen)
     assert not seen.broken
     assert seen.of(method)

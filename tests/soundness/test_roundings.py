@@ -10,8 +10,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import CodeType
-from typing import Any
 
 import pytest
 import torch
@@ -24,13 +22,13 @@ from certcli.lipschitz.network import propagate, trace_network
 from certcli.lipschitz.numerics import arithmetic, convolution, eigenvalues, outward, spectral
 from certcli.lipschitz.numerics.arithmetic import Arithmetic, Matrix
 from tests.helpers.lipschitz_cases import build_row, f
+from tests.helpers.reached import Site, Sites
 from tests.helpers.slopes import IMAGE
 from tests.lipschitz.test_attention import Copies
 from tests.nn.test_attention import PLACES, WIDTH, attention_network, replacement, stir
 
 FOLDER = Path(certcli.lipschitz.__file__).parent
 NUMERICS = (arithmetic, convolution, eigenvalues, outward, spectral)
-Site = tuple[Any, ...]
 FURTHER = 2.0**40
 UP = outward.up
 REACHING = (
@@ -55,28 +53,6 @@ ROWS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "windows": (lambda: attention_network("scsa-attention", "windows", 0.05), (8, WIDTH)),
     "many tokens": (_many_tokens, (49, WIDTH)),
 }
-
-
-@functools.cache
-def positions(code: CodeType) -> list[tuple[int | None, ...]]:
-    return list(code.co_positions())
-
-
-class Sites:
-    """Stands for a function such as `up`: notes who calls it, and returns more to one caller."""
-
-    def __init__(self, function: Callable[..., float] = UP, factor: float = FURTHER) -> None:
-        self.function = function
-        self.factor = factor
-        self.reached: set[Site] = set()
-        self.further: Site | None = None
-
-    def __call__(self, *args: Any) -> float:
-        frame = sys._getframe(1)
-        line, _, column, _ = positions(frame.f_code)[frame.f_lasti // 2]
-        site = (frame.f_code.co_filename, line, column)
-        self.reached.add(site)
-        return self.function(*args) * (self.factor if site == self.further else 1.0)
 
 
 def written_calls(files: Iterable[Path], *names: str) -> set[Site]:
@@ -111,7 +87,7 @@ def bound_and_sizes(name: str) -> list[float]:
 
 
 def test_every_rounding_of_a_rule_reaches_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    sites = Sites()
+    sites = Sites(UP, FURTHER)
     for name, module in list(sys.modules.items()):
         if name.startswith("certcli.lipschitz.rules") and getattr(module, "up", None) is UP:
             monkeypatch.setattr(module, "up", sites)
@@ -137,9 +113,9 @@ def noise(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def convolved_rows(**options: Any) -> list[float]:
-    options = {"stride": 1, "padding": 1, "dilation": 1, "groups": 1, "input_size": 6} | options
-    return [convolution.conv_norm(noise(4, 4 // options["groups"], 3, 3), **options)]
+def convolved_rows(groups: int = 1, stride: int = 1, padding: int = 1) -> list[float]:
+    geometry = convolution.Geometry((stride,) * 2, ((padding,) * 2,) * 2, (1, 1), groups, (6, 6))
+    return [convolution.conv_norm(noise(4, 4 // groups, 3, 3), geometry)]
 
 
 def random_matrices() -> list[float]:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import console
-from tests.helpers.proven import proofs_made_once
+from tests.helpers import commands, proven
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +13,7 @@ def lab(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with all kinds of evidence, and its report."""
     folder = tmp_path_factory.mktemp("lab")
     source = workshop / "certified.safetensors"
-    done = console(
+    done = commands.console(
         "lipschitz", source, "--limit", 4, "--json", "-o", "a.safetensors", folder=folder
     )
     (folder / "report.json").write_text(done.out)
@@ -30,11 +29,11 @@ def lab(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "-o",
         "m.safetensors",
     ]
-    assert console(*certify, folder=folder).code == 0
+    assert commands.console(*certify, folder=folder).code == 0
     return folder
 
 
 @pytest.fixture(scope="module")
 def proven_once() -> Iterator[None]:
-    with proofs_made_once():
+    with proven.proofs_made_once():
         yield

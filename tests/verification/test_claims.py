@@ -9,18 +9,17 @@ from typing import Any
 import pytest
 
 from certcli.certify import methods
-from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.record import Evidence
+from certcli.checkpoint import file, record
 from certcli.system.errors import NoBoundError
 from tests.helpers.commands import console
 
 pytestmark = pytest.mark.usefixtures("proven_once")
 
 
-def change(command: str, *path: str, value: Any) -> Callable[[Checkpoint], Checkpoint]:
+def change(command: str, *path: str, value: Any) -> Callable[[file.Checkpoint], file.Checkpoint]:
     """The checkpoint with one number of the result of `command` changed, or made of the result."""
 
-    def forge(checkpoint: Checkpoint) -> Checkpoint:
+    def forge(checkpoint: file.Checkpoint) -> file.Checkpoint:
         entries = []
         for entry in checkpoint.record.evidence:
             result = json.loads(json.dumps(entry.result))
@@ -35,22 +34,22 @@ def change(command: str, *path: str, value: Any) -> Callable[[Checkpoint], Check
     return forge
 
 
-def recorded(checkpoint: Checkpoint, **fields: Any) -> Checkpoint:
+def recorded(checkpoint: file.Checkpoint, **fields: Any) -> file.Checkpoint:
     """The checkpoint with other fields of its record."""
-    return Checkpoint(checkpoint.tensors, replace(checkpoint.record, **fields))
+    return file.Checkpoint(checkpoint.tensors, replace(checkpoint.record, **fields))
 
 
 def with_steps(
     change: Callable[[tuple[Any, ...]], tuple[Any, ...]],
-) -> Callable[[Checkpoint], Checkpoint]:
+) -> Callable[[file.Checkpoint], file.Checkpoint]:
     return lambda checkpoint: recorded(checkpoint, lineage=change(checkpoint.record.lineage))
 
 
-def without_step(command: str) -> Callable[[Checkpoint], Checkpoint]:
+def without_step(command: str) -> Callable[[file.Checkpoint], file.Checkpoint]:
     return with_steps(lambda steps: tuple(step for step in steps if step.command != command))
 
 
-def trained_on_more(checkpoint: Checkpoint) -> Checkpoint:
+def trained_on_more(checkpoint: file.Checkpoint) -> file.Checkpoint:
     """As an older version wrote it, without the images: their number is then what the parameters
     say.
     """
@@ -67,7 +66,7 @@ def trained_on_more(checkpoint: Checkpoint) -> Checkpoint:
     return recorded(checkpoint, evidence=tuple(entries))
 
 
-def attacked(robust: float, **more: Any) -> Callable[[Checkpoint], Checkpoint]:
+def attacked(robust: float, **more: Any) -> Callable[[file.Checkpoint], file.Checkpoint]:
     found = {
         "norm": "l2",
         "epsilon": 0.3,
@@ -97,7 +96,7 @@ KEPT = {
 }
 
 
-FORGERIES: list[tuple[str, Callable[[Checkpoint], Checkpoint], str]] = [
+FORGERIES: list[tuple[str, Callable[[file.Checkpoint], file.Checkpoint], str]] = [
     ("certify share", change("certify", "certified", "0.3", value=1.0), "refuted"),
     ("certify radius", change("certify", "certified", value={"9": 0.5}), "refuted"),
     ("certify no radius", change("certify", "certified", value={"nan": 0.5}), "refuted"),
@@ -164,9 +163,9 @@ FORGERIES: list[tuple[str, Callable[[Checkpoint], Checkpoint], str]] = [
     ),
     (
         "stranger",
-        lambda checkpoint: Checkpoint(
+        lambda checkpoint: file.Checkpoint(
             checkpoint.tensors,
-            checkpoint.record.with_evidence(Evidence("certify", {}, {}, "0" * 64)),
+            checkpoint.record.with_evidence(record.Evidence("certify", {}, {}, "0" * 64)),
         ),
         "refuted",
     ),
@@ -193,9 +192,13 @@ def test_honest_evidence_is_verified(lab: Path) -> None:
 
 @pytest.mark.parametrize(("name", "forge", "said"), FORGERIES, ids=[row[0] for row in FORGERIES])
 def test_forged_evidence_is_not_verified(
-    lab: Path, tmp_path: Path, name: str, forge: Callable[[Checkpoint], Checkpoint], said: str
+    lab: Path,
+    tmp_path: Path,
+    name: str,
+    forge: Callable[[file.Checkpoint], file.Checkpoint],
+    said: str,
 ) -> None:
-    forge(Checkpoint.read(lab / "m.safetensors")).write(tmp_path / "f.safetensors")
+    forge(file.Checkpoint.read(lab / "m.safetensors")).write(tmp_path / "f.safetensors")
     done = console("verify", "f.safetensors", "--json", folder=tmp_path)
     told = json.loads(done.out)
     assert done.code == 7, told
@@ -205,7 +208,7 @@ def test_forged_evidence_is_not_verified(
 
 
 def test_measured_results_need_not_be_asked_for(lab: Path, tmp_path: Path) -> None:
-    attacked(0.8)(Checkpoint.read(lab / "m.safetensors")).write(tmp_path / "f.safetensors")
+    attacked(0.8)(file.Checkpoint.read(lab / "m.safetensors")).write(tmp_path / "f.safetensors")
     assert console("verify", "f.safetensors", "--proven-only", folder=tmp_path).code == 0
 
 
@@ -227,9 +230,9 @@ def test_a_sample_gives_an_interval_and_still_refutes(lab: Path, tmp_path: Path)
         ("finetune", "unverified"),
         ("lipschitz", "verified"),
     }
-    change("certify", "certified", "0.3", value=1.0)(Checkpoint.read(lab / "m.safetensors")).write(
-        tmp_path / "f.safetensors"
-    )
+    change("certify", "certified", "0.3", value=1.0)(
+        file.Checkpoint.read(lab / "m.safetensors")
+    ).write(tmp_path / "f.safetensors")
     assert console("verify", "f.safetensors", *words, folder=tmp_path).code == 7
 
 
@@ -242,7 +245,7 @@ def test_without_a_bound_another_arithmetic_than_real_is_refuted(
     monkeypatch.setattr(methods, "prepare_method", refuse)
     for arithmetic in ("real", "bf16"):
         forged = change("finetune", "arithmetic", value=arithmetic)(
-            Checkpoint.read(lab / "m.safetensors")
+            file.Checkpoint.read(lab / "m.safetensors")
         )
         forged.write(tmp_path / f"{arithmetic}.safetensors")
         told = json.loads(
@@ -264,7 +267,7 @@ def test_lineage_is_compared_with_the_files_that_are_there(workshop: Path, tmp_p
         if claim["entry"].startswith("lineage, step")
     ]
     assert [claim["status"] for claim in links] == ["verified"]
-    forged = Checkpoint.read(last)
+    forged = file.Checkpoint.read(last)
     steps = forged.record.lineage
     steps = (
         *steps[:-1],

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from certcli.audit import attacking
 from certcli.checkpoint.schema import Json, ReportFields, decode_json
 from certcli.report.document import from_json
 from certcli.system.errors import Refused
@@ -19,11 +20,10 @@ from certcli.verification.documents import (
     kind_of,
     verify_laws,
 )
-from tests.helpers.commands import console, document
-from tests.helpers.grids import EVERY
+from tests.helpers import commands, grids
 
 Place = tuple[str | int, ...]
-IMAGES = ("--dataset", "digits", "--limit", 8)
+IMAGES = ("--dataset", "digits", "--limit", 4)
 WAYS = ("--method", "lipschitz", "--method", "box", "--method", "smoothing", "--samples", 100)
 COMMANDS: dict[str, tuple[object, ...]] = {
     "lipschitz": ("lipschitz", "--limit", 2),
@@ -105,16 +105,21 @@ def require_judged(report: Any) -> None:
 
 @pytest.mark.parametrize("kind", COMMANDS)
 def test_an_edited_field_is_refuted_or_named(
-    kind: str, workshop: Path, tmp_path: Path, proven_once: None
+    kind: str,
+    workshop: Path,
+    tmp_path: Path,
+    proven_once: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(attacking, "PATCHED", 1)
     network = workshop / "certified.safetensors"
     command, *words = COMMANDS[kind]
-    report = document(command, network, *words)
+    report = commands.document(command, network, *words)
     require_judged(report)
     path = tmp_path / "r.json"
     again = ("verify", path, network, "--dataset", "digits", "--proven-only", "--json", "-q")
     path.write_text(json.dumps(report))
-    honest = json.loads(console(*again).out)
+    honest = json.loads(commands.console(*again).out)
     assert honest["verified"], honest
     named = honest["claims"][-1]["statement"]
     passed = set()
@@ -125,9 +130,9 @@ def test_an_edited_field_is_refuted_or_named(
         if words & {*map(str, place)} or any(name in field for name in WEAKER[kind]):
             continue
         others = [other for other in edited(value) if other != value]
-        for other in others if EVERY else others[count % max(1, len(others)) :][:1]:
+        for other in others if grids.EVERY else others[count % max(1, len(others)) :][:1]:
             path.write_text(json.dumps(put(report, place, other)))
-            done = console(*again)
+            done = commands.console(*again)
             count += 1
             assert done.code in (0, 3, 4, 6, 7), (field, other, done.err)
             if done.code == 0:

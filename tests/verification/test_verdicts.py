@@ -17,7 +17,6 @@ from certcli.evaluation.threat import Patch, Threat
 from certcli.lipschitz.bound import Bound, bound_document
 from certcli.lipschitz.numerics.real import INF, ZERO, Real
 from certcli.verification import documents, evidence, report
-from certcli.verification.evidence import Recertified, Request
 
 V = "verified"
 R = "refuted"
@@ -51,8 +50,8 @@ def test_the_parts_decide_the_whole(found: list[Claim], status: str, whole: bool
 ROWS = [(True, 0.5), (True, 0.2), (False, 9.0), (True, 0.0)]
 
 
-def again(rows: Any = ROWS, total: int = 4) -> Recertified:
-    return Recertified(rows, total, "digits", "test", True)
+def again(rows: Any = ROWS, total: int = 4) -> evidence.Recertified:
+    return evidence.Recertified(rows, total, "digits", "test", True)
 
 
 def l2(radius: float) -> Threat:
@@ -60,7 +59,7 @@ def l2(radius: float) -> Threat:
 
 
 PATCH = Threat("patch", Patch(2, 2))
-JUDGED: list[tuple[Threat | None, float, Recertified, str]] = [
+JUDGED: list[tuple[Threat | None, float, evidence.Recertified, str]] = [
     (None, 0.75, again(), V),  # right images: neither more nor fewer
     (None, 0.5, again(), R),
     (None, 1.0, again(), R),
@@ -85,7 +84,7 @@ JUDGED: list[tuple[Threat | None, float, Recertified, str]] = [
 
 @pytest.mark.parametrize(("threat", "share", "found", "status"), JUDGED)
 def test_a_share_is_what_was_found_or_less(
-    threat: Threat | None, share: float, found: Recertified, status: str
+    threat: Threat | None, share: float, found: evidence.Recertified, status: str
 ) -> None:
     assert evidence._share_claim(threat, share, found)[0] == status
 
@@ -155,9 +154,9 @@ def test_training_is_certified_again_with_the_seed_of_the_last_step(total: int) 
     """And the mean radius, which no sample tells, is asked for where all images were certified
     again.
     """
-    asked: list[Request] = []
+    asked: list[evidence.Request] = []
 
-    def certify(request: Request) -> Recertified:
+    def certify(request: evidence.Request) -> evidence.Recertified:
         asked.append(request)
         return again(total=total)
 
@@ -177,7 +176,7 @@ def test_training_is_certified_again_with_the_seed_of_the_last_step(total: int) 
 @pytest.mark.parametrize("registered", [True, False])
 def test_only_a_folder_may_have_another_name(named: str, split: str, registered: bool) -> None:
     images: Any = Fields(name=named, split=split)
-    request = Request(split, None, 0, "lipschitz", {})
+    request = evidence.Request(split, None, 0, "lipschitz", {})
     found = evidence._names_images(images, replace(again(), registered=registered), request)
     same = named == "digits" and split == "test"
     assert found.status == (V if same else R if registered or split != "test" else N)

@@ -15,12 +15,13 @@ from certcli.certify.options import VOTING, Patches
 from certcli.certify.patch.double_masking import DoubleMasking, Procedure, Voting
 from certcli.certify.patch.passes import NONE, MaskedPasses, seen
 from certcli.checkpoint.file import Checkpoint
+from certcli.engine.trace import example_of
 from certcli.evaluation.evidence import Claim
 from certcli.evaluation.image_records import Certificate, PatchCertificate, counts_of_votes
 from certcli.evaluation.threat import Defence, Patch
 from certcli.images.labelled import sent
 from certcli.models import build
-from certcli.models.pixels import AUTO, PixelModel, seen_part
+from certcli.models.pixels import AUTO, PIXELS, PixelModel, seen_part
 from certcli.system.errors import UsageError
 
 METHOD = "patch"
@@ -156,17 +157,22 @@ def defended(model: PixelModel, options: Patches) -> PatchCertifier:
     size = model.input_size
     device = next(model.parameters()).device
     patches = tuple(sorted(set(options.sizes(size[1:]))))
-    part = seen_part(model, options.hide or AUTO, options.cell, fine=options.procedure != VOTING)
+    name, number = options.decided_by
+    part = seen_part(model, options.hide, options.cell, fine=name != VOTING)
     procedure: Procedure
-    if options.procedure == VOTING:
+    if name == VOTING:
         with torch.no_grad():
-            weight = next(model.parameters())
-            classes = model(torch.zeros(1, *size, device=weight.device, dtype=weight.dtype)).shape[
-                1
-            ]
-        procedure = Voting(part.grid, patches, options.bands, options.band_width or 3, classes)
+            classes = model(example_of(model, size)).shape[1]
+        procedure = Voting(part.grid, patches, options.bands, number, classes)
     else:
-        procedure = DoubleMasking(part.grid, patches, options.masks or 3)
+        try:
+            procedure = DoubleMasking(part.grid, patches, number)
+        except UsageError as reason:
+            if options.hide != AUTO or part.hides == PIXELS:
+                raise
+            part = seen_part(model, PIXELS, options.cell)  # where tokens are few
+            part.why = reason.message
+            procedure = DoubleMasking(part.grid, patches, number)
     rows = options.rows or ROWS.get(device.type, ROWS["cpu"])
     return PatchCertifier(procedure, MaskedPasses(part, procedure.views, rows), patches)
 

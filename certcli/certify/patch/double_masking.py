@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from certcli.certify.options import DOUBLE_MASKING, VOTING
-from certcli.certify.patch.passes import NONE, Answer, MaskedPasses, hole, met_views, square_masks
+from certcli.certify.patch.passes import NONE, Answer, MaskedPasses, met_views, square_masks
 from certcli.evaluation.threat import Patch
 from certcli.models.pixels import Grid, band_views
 from certcli.system.errors import UsageError
@@ -66,7 +66,9 @@ class DoubleMasking(Procedure):
 
     def __init__(self, grid: Grid, patches: Sequence[Patch], masks: int) -> None:
         if not 2 <= masks <= 12:
-            raise UsageError(f"--masks {masks}", "between 2 and 12 a side")
+            raise UsageError(
+                f"--procedure {DOUBLE_MASKING}:{masks}", "between 2 and 12 masks a side"
+            )
         largest = Patch(
             *(max(getattr(p, side) for p in patches) for side in ("height", "width", "count"))
         )
@@ -78,15 +80,8 @@ class DoubleMasking(Procedure):
         """Use masks (m, rows, columns), False: hidden. UsageError: a patch that none hides."""
         self.patches = tuple(patches)
         self.count = len(masks)
-        for patch in patches:
-            gap = hole(masks, grid, patch)
-            if gap is not None:
-                raise UsageError(
-                    f"no mask hides a patch of {patch} over the cells {gap[0]} x {gap[1]}",
-                    "more masks",
-                )
         self.met = {patch: met_views(masks, grid, patch) for patch in patches}
-        for patch in patches:  # several at once, too
+        for patch in patches:
             if not self.standing(patch, [True] * self.count):
                 raise UsageError(f"no mask hides {patch} at every place", "more masks")
         self._pairs = list(itertools.combinations(range(self.count), 2))

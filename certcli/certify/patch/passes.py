@@ -83,13 +83,17 @@ def square_masks(grid: Grid, patch: Patch, count: int) -> Tensor:
     chosen = itertools.combinations_with_replacement(range(len(views)), patch.count)
     joined = {tuple(sorted(set(some))) for some in chosen}
     if len(joined) > MOST_MASKS:
-        raise UsageError(f"{len(joined):,} masks against {patch} are too many", "fewer --masks")
+        raise UsageError(
+            f"{len(joined):,} masks against {patch} are too many",
+            f"--procedure double-masking:K, K below {count}",
+        )
     views = torch.stack([reduce(torch.logical_and, views[list(some)]) for some in sorted(joined)])
     pairs = views[:, None] & views[None]
     if not bool(pairs.flatten(2).any(dim=2).all()):
         raise UsageError(
-            f"two masks against a patch of {patch} hide the whole image of {grid.width} x {grid.height} pixels",
-            "more --masks (a side), a smaller --patch, --hide pixels where tokens are few, or --procedure voting",
+            f"two of {count} x {count} masks against a patch of {patch} hide the whole image of {grid.width} x "
+            f"{grid.height} pixels, in cells of {grid.cell[1]} x {grid.cell[0]}",
+            f"--procedure double-masking:K, K above {count}, a smaller --patch, or --procedure voting",
         )
     return views
 
@@ -121,13 +125,6 @@ def met_views(views: Tensor, grid: Grid, patch: Patch) -> Tensor:
             )
         unions = torch.unique((unions[:, None] | sets[None]).flatten(0, 1), dim=0)
     return unions
-
-
-def hole(views: Tensor, grid: Grid, patch: Patch) -> tuple[Interval, Interval] | None:
-    """Cells that one patch meets and no view hides whole; None: the views cover every place."""
-    blocks = met_blocks(grid, patch)
-    open_ones = seen(views, blocks).all(dim=0).nonzero().flatten().tolist()
-    return blocks[open_ones[0]] if open_ones else None
 
 
 NONE = -1

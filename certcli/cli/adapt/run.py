@@ -1,5 +1,6 @@
 """Run the two goals of `certvit adapt`, and show the trade between accuracy and the bound."""
 
+import resource
 import shlex
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,6 @@ import torch
 from msgspec import to_builtins
 
 from certcli.adapt import fit, keep
-from certcli.adapt.descend import compact
 from certcli.adapt.plan import plan
 from certcli.adapt.settings import HEAD, AdaptSettings
 from certcli.checkpoint import file, outputs
@@ -212,7 +212,7 @@ def write_adapted(
         if settings.keep is not None and settings.keep < 1
         else (used, None)
     )
-    pixels = compact(batch for _, batch, _ in learnt.batches(32))
+    pixels, _ = learnt.tensors()
     adapter = make_adapter(checkpoint, settings, pixels, machine.pick(), choosing)
     locks = ExitStack()
     if not processes.team().leads:
@@ -247,14 +247,14 @@ def write_adapted(
     chosen = adapter.trade if isinstance(adapter, keep.Keeper) else keep.Trade()
     rungs = [to_builtins(rung) for rung in chosen.rungs]
     trade = {"trade": rungs} if rungs else {}
-    inputs.say_wider(checkpoint, result, sink)
     output.write(
         result.with_evidence("adapt", {"calibration": images.name}, {**end_to_end, **trade}),
         path,
         mode.resume,
     )
     outputs.discard_state(state_path, fit.KEY, adapter.identity)
-    memory = _peak_memory()
+    unit = 1 if sys.platform == "darwin" else 1024
+    memory = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     sink.document(
         {
             "output": str(path),
@@ -294,11 +294,3 @@ def _bound_fields(name: str, model: PixelModel, checkpoint: file.Checkpoint) -> 
     """Return the network's proven bound in the form of the document, under this name."""
 
     return bound.bound_document(network.prove_network(model, checkpoint.record.classes).upper, name)
-
-
-def _peak_memory() -> int:
-    import resource
-
-    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * (
-        1 if sys.platform == "darwin" else 1024
-    )

@@ -18,8 +18,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.cli.attack.command import AttackedImages, AttackOutput, Attacks
 from certcli.cli.shared.groups import BatchDevice, Output, Source
 from certcli.cli.shared.output import Gate, Sink, percent
-from certcli.evaluation import evidence, record_lines, records, threat
-from certcli.evaluation.image_records import PatchRecord
+from certcli.evaluation import evidence, image_records, record_lines, records, threat
 from certcli.evaluation.intervals import number_of, share_interval
 from certcli.images.labelled import Images
 from certcli.models import build
@@ -97,7 +96,7 @@ def attack_by_patches(
     )
     images_of = {patch: _certified_of(images, patch, certified) for patch in sizes}
     campaign = PatchCampaign(targets, images_of, settings, machine.batch_size, device)
-    rows_of: dict[str, list[PatchRecord]] = {}
+    rows_of: dict[str, list[image_records.PatchRecord]] = {}
     with (
         records.RecordFile(
             results.records,
@@ -183,7 +182,7 @@ def attack_by_patches(
     gate.enforce()
 
 
-def _patch_part(patch: str, rows: Sequence[PatchRecord]) -> dict[str, Any]:
+def _patch_part(patch: str, rows: Sequence[image_records.PatchRecord]) -> dict[str, Any]:
     right = sum(row.prediction == row.label for row in rows)
     withstood = sum(row.withstood for row in rows)
     attacked = list(share_interval(withstood, len(rows)))

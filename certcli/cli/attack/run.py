@@ -31,8 +31,7 @@ from certcli.cli.attack import command
 from certcli.cli.attack import patches as patch_attacked
 from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Bar, Gate, Sink, percent
-from certcli.evaluation import evidence_schema, intervals, record_lines, threat
-from certcli.evaluation.image_records import AttackRecord, Certificate
+from certcli.evaluation import evidence_schema, image_records, intervals, record_lines, threat
 from certcli.evaluation.records import RecordFile, digested
 from certcli.images import labelled, names
 from certcli.models import build, origins
@@ -52,7 +51,7 @@ class Session:
     images: labelled.Images
     tasks: Sequence[StageTask]
     settings: AttackSettings
-    certificates: Mapping[int, Certificate] | None
+    certificates: Mapping[int, image_records.Certificate] | None
     machine: groups.BatchDevice
     facts: Mapping[str, Any]
     sink: Sink
@@ -69,7 +68,7 @@ class Session:
         force: bool,
         checks: bool,
         every: bool,
-    ) -> tuple[AttackFindings, dict[int, list[AttackRecord]]] | None:
+    ) -> tuple[AttackFindings, dict[int, list[image_records.AttackRecord]]] | None:
         """The findings, and the records by number of the task; written to `--records` as they are
         found. None for a process that leads no others: what it found is theirs.
 
@@ -79,7 +78,7 @@ class Session:
         batch_size = self.machine.batch_size
         model = self.load(self.checkpoint)
         crafter = None if crafted_on is None else self.load(crafted_on)
-        records_of: dict[int, list[AttackRecord]] = {}
+        records_of: dict[int, list[image_records.AttackRecord]] = {}
         plan = (self.tasks, self.settings, batch_size)
         campaign = Campaign(model, *plan, crafter, processes.team().leads and results.keeps_images)
         if not processes.team().leads:
@@ -123,7 +122,7 @@ class Session:
 
     def show(
         self,
-        records_of: Mapping[int, Sequence[AttackRecord]],
+        records_of: Mapping[int, Sequence[image_records.AttackRecord]],
         results: command.AttackOutput,
         name: str,
         force: bool,

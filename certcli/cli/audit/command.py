@@ -86,10 +86,8 @@ class AuditOptions:
 
     def plan(self, seed: int, batch_size: int, limit: int | None) -> AuditPlan:
         """Return the audit's plan; UsageError on meaningless names and values."""
-        from certcli.attack.settings import AttackSettings
-        from certcli.attack.stages import stages_of
-        from certcli.audit.gates import parse_gate
-        from certcli.audit.plan import AuditPlan
+        from certcli.attack import settings, stages
+        from certcli.audit import gates, plan
         from certcli.evaluation.threat import Threat, require_radii
         from certcli.finetune.option_texts import parse_duration
 
@@ -101,8 +99,10 @@ class AuditOptions:
         for patch in self.patches:
             Threat.read(patch, "patch")
         radii = require_radii(self.epsilon)
-        stages_of(self.attacks, None, "l2", radii, AttackSettings(seed=seed, pixels=self.pixels))
-        return AuditPlan(
+        stages.stages_of(
+            self.attacks, None, "l2", radii, settings.AttackSettings(seed=seed, pixels=self.pixels)
+        )
+        return plan.AuditPlan(
             radii=radii,
             sigma=self.sigma,
             denoiser=self.denoiser,
@@ -113,7 +113,7 @@ class AuditOptions:
             batch_size=batch_size,
             precision=self.precision,
             pixels=self.pixels,
-            gates=tuple(parse_gate(text) for text in self.fail_on),
+            gates=tuple(gates.parse_gate(text) for text in self.fail_on),
             budget=parse_duration(self.time_budget),
             limit=limit,
         )

@@ -272,7 +272,8 @@ def _details(document: Audit, reading: str, sink: Sink) -> None:
         if item.stage == "images":  # the first line says it
             continue
         sink.text(f"skipped {item.stage}: {item.why}")
-    sink.text(f"{document.times}. Again: {document.reproduce}")
+    time = f"{document.seconds:.0f} of {document.budget:.0f} s"
+    sink.text(f"{time}. Again: {document.reproduce}")
 
 
 def _write_reports(

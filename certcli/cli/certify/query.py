@@ -21,8 +21,7 @@ from certcli.cli.certify.command import CertifyOptions
 from certcli.cli.shared.output import Sink
 from certcli.evaluation import perturbation, threat
 from certcli.models import build, in_memory
-from certcli.models.onnx.file import read_model
-from certcli.models.onnx.open import ROUNDING, Runtime, network_of_onnx
+from certcli.models.onnx import file, open
 from certcli.system.errors import GateError, NoBoundError, UndecidedError, UsageError
 
 HOLDS, VIOLATED, UNKNOWN = "holds", "violated", "unknown"
@@ -113,10 +112,10 @@ def _decide(decision: Decision, source: Path, options: CertifyOptions, end: floa
     """Attack, then prove of what ONNX Runtime runs as it is read, and tell `decision` at each step."""
     assert options.target.vnnlib is not None
     query = vnnlib.read_query(options.target.vnnlib)
-    model, data = read_model(source)
-    net, size = network_of_onnx(source, model)
+    model, data = file.read_model(source)
+    net, size = open.network_of_onnx(source, model)
     network = query_network(net, size, query)
-    runtime = Runtime(source, data)
+    runtime = open.Runtime(source, data)
     decision.runtime = runtime.name
     if query.is_empty:
         decision.verdict = HOLDS
@@ -138,7 +137,7 @@ def _decide(decision: Decision, source: Path, options: CertifyOptions, end: floa
     decision.verdict = HOLDS if decision.arithmetic else UNKNOWN
 
 
-def _runs_as_read(net: nn.Module, network: QueryNetwork, runtime: Runtime, query: Any) -> bool:
+def _runs_as_read(net: nn.Module, network: QueryNetwork, runtime: open.Runtime, query: Any) -> bool:
     """Tell whether the file, run at two inputs of the box, has the outputs of what is proven, up to
     rounding.
     """
@@ -153,7 +152,7 @@ def _runs_as_read(net: nn.Module, network: QueryNetwork, runtime: Runtime, query
         theirs = runtime.run(inputs).flatten()
         if ours.shape != theirs.shape:
             return False
-        if not bool(((ours - theirs).abs() <= ROUNDING * ours.abs().amax()).all()):
+        if not bool(((ours - theirs).abs() <= open.ROUNDING * ours.abs().amax()).all()):
             return False
     return True
 
@@ -162,7 +161,7 @@ def _counterexample(
     opened: build.OpenCheckpoint,
     network: QueryNetwork,
     query: vnnlib.Query,
-    runtime: Runtime,
+    runtime: open.Runtime,
     seed: int,
 ) -> Example | None:
     """Attack the grey image within radius 1/2; what the file itself does at the point decides."""

@@ -7,8 +7,7 @@ from typing import Any
 
 from certcli.certify.certificate import CertifiedAccuracy, Certifier
 from certcli.cli.shared.output import Sink, percent
-from certcli.evaluation import intervals, record_lines, records
-from certcli.evaluation.image_records import Certificate
+from certcli.evaluation import image_records, intervals, record_lines, records
 from certcli.evaluation.threat import (
     Norm,
     Threat,
@@ -34,7 +33,7 @@ class Result:
     """The certificates of a method. seconds: an image; None where all was read from --records."""
 
     certifier: Certifier
-    rows: Sequence[Certificate]
+    rows: Sequence[image_records.Certificate]
     accuracy: CertifiedAccuracy
     seconds: float | None
     resumed: records.Resumed | None = None

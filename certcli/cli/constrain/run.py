@@ -9,7 +9,7 @@ from torch import nn
 
 from certcli.checkpoint.record import SEEN
 from certcli.cli.constrain.command import Aim, preset_settings
-from certcli.cli.shared import fidelity, groups, inputs
+from certcli.cli.shared import fidelity, groups
 from certcli.cli.shared.output import Sink, percent
 from certcli.constrain import network
 from certcli.constrain.keep import ROUNDS, START, TRIALS, check_keep, constrain_keeping, usual_share
@@ -102,7 +102,6 @@ def write_constrained(
     derived = checkpoint.derive(
         build.tensors_of(model, copy=False), "constrain", parameters, data.seed
     )
-    inputs.say_wider(checkpoint, derived, sink)
     output.write(derived.with_evidence("constrain", {"calibration": images.name}, end_to_end), path)
     sink.document(
         {

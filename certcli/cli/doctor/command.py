@@ -22,14 +22,6 @@ class Finding:
     remark: str = ""
     broken: bool = False
 
-    def to_json(self) -> dict[str, str | bool]:
-        return {
-            "part": self.part,
-            "found": self.state,
-            "remark": self.remark,
-            "broken": self.broken,
-        }
-
 
 @command("certvit doctor", "certvit doctor --json", page="exit-codes.md")
 def doctor(talk: groups.Talk = groups.Talk()) -> None:
@@ -51,7 +43,15 @@ def doctor(talk: groups.Talk = groups.Talk()) -> None:
             not finding.broken,
             errors.GateError(f"{finding.part} {finding.state}: broken", finding.remark),
         )
-    sink.document({"parts": [finding.to_json() for finding in findings]}, gate)
+    sink.document(
+        {
+            "parts": [
+                {"part": one.part, "found": one.state, "remark": one.remark, "broken": one.broken}
+                for one in findings
+            ]
+        },
+        gate,
+    )
     sink.table(
         "This installation",
         ("part", "found"),

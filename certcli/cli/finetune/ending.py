@@ -167,7 +167,9 @@ def affordable_images(images: int, left: float | None, costs: tuple[float, float
     return min(images, max(FEWEST, int((left - bound) / certificate)))
 
 
-def seconds(checkpoint: Checkpoint, sample: Images, epsilon: float) -> tuple[float, float]:
+def seconds(
+    checkpoint: Checkpoint, sample: Images, epsilon: float, sink: Sink
+) -> tuple[float, float]:
     """Measure the seconds of the final bound and of a certificate, on the starting weights."""
     few = sample.limit(MEASURED)
     started = time.perf_counter()
@@ -176,7 +178,7 @@ def seconds(checkpoint: Checkpoint, sample: Images, epsilon: float) -> tuple[flo
     if isinstance(certifier, str) or _hopeless_reason(certifier, epsilon) is not None:
         _clean_accuracy(checkpoint, few)
     else:
-        _certified_shares(certifier, few, epsilon)
+        _certified_shares(certifier, few, epsilon, sink)
     return proven - started, (time.perf_counter() - proven) / len(few)
 
 
@@ -226,21 +228,17 @@ def _clean_accuracy(checkpoint: Checkpoint, images: Images) -> float:
 
 
 def _certified_shares(
-    certifier: Any, images: Images, epsilon: float, sink: Sink | None = None
+    certifier: Any, images: Images, epsilon: float, sink: Sink
 ) -> tuple[float, float]:
     """Return the clean accuracy and the share certified at epsilon."""
-
     rows: list[Any] = []
-    if sink is None:
-        rows = [row for batch in methods.certify_images(certifier, images, 256) for row in batch]
-    else:
-        with sink.progress("certify", total=len(images)) as bar:
-            for batch in methods.certify_images(certifier, images, 256):
-                rows += batch
-                bar.advance(len(batch))
+    with sink.progress("certify", total=len(images)) as bar:
+        for batch in methods.certify_images(certifier, images, 256):
+            rows += batch
+            bar.advance(len(batch))
     threat = Threat("l2", epsilon)
-    indices_of = certified_accuracy(rows, [threat])
-    return indices_of.clean, indices_of.against(threat)
+    accuracy_of = certified_accuracy(rows, [threat])
+    return accuracy_of.clean, accuracy_of.against(threat)
 
 
 def read_noise_remover(

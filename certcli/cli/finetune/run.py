@@ -6,41 +6,22 @@ import time
 from dataclasses import asdict, replace
 from typing import Any
 
-from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.outputs import (
-    discard_state,
-    hold_state,
-    last_command,
-    remove,
-    require_own_state,
-)
+from certcli.checkpoint import file, outputs
 from certcli.checkpoint.record import SEEN
 from certcli.cli.finetune import command, ending
 from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Sink
 from certcli.evaluation.image_doubts import kept_of
-from certcli.finetune import loop, start
-from certcli.finetune.budget import (
-    Costs,
-    changed_total,
-    expected_duration,
-    plan_for_budget,
-    shortened_total,
-)
-from certcli.finetune.objective import Teacher
-from certcli.finetune.option_texts import parse_duration
-from certcli.finetune.state import KEY, load_training_state, save_training_state, training_identity
+from certcli.finetune import loop, objective, option_texts, start, state
+from certcli.finetune.budget import Costs, changed_total, expected_duration, plan_for_budget
 from certcli.finetune.step import Diverged
-from certcli.images import datasets
-from certcli.images.labelled import Images
+from certcli.images import datasets, labelled
 from certcli.models import build, origins
 from certcli.system import errors, reading
 from certcli.system.processes import require_one, team
 
 REMARK_SECONDS = 10.0
 """Least time between two remarks where there is no progress bar."""
-LOOKS = 20
-"""Times in a planned run, at least, that its pace is looked at within an epoch."""
 LONGEST_START = 10.0
 """Most seconds of start-up (the interpreter, its imports) that a time budget pays for."""
 
@@ -55,10 +36,12 @@ class Training:
         self.sink = sink
         self.ends: float | None = None
         if self.settings.time_budget is not None:
-            self.ends = self.started + parse_duration(self.settings.time_budget)
+            self.ends = self.started + option_texts.parse_duration(self.settings.time_budget)
             require_one("a time budget is planned", "--epochs or --steps")
         reads = (order, order.source, order.data)
-        self.path = order.output.target("finetune", order.source.ckpt, *reads, last=True, state=KEY)
+        self.path = order.output.target(
+            "finetune", order.source.ckpt, *reads, last=True, state=state.KEY
+        )
         self.state_path, self.last_path = (
             inputs.path_beside(self.path, "state"),
             inputs.path_beside(self.path, "last"),
@@ -66,7 +49,6 @@ class Training:
         self.checkpoint = order.source.open(sink)
         self.begin = start.start_of(self.checkpoint.record)
         self.proof_costs = 0.0, 0.0
-        self.epoch_end = 0.0
         self.before: ending.Accuracy | None = None
         self.remarked = 0.0
         self.seen: dict[str, Any] = {}
@@ -86,7 +68,7 @@ class Training:
         if order.teacher is not None:
             teaching = open_checkpoint(order.teacher, origins.Hints())
             self.settings = replace(self.settings, teacher=teaching.digest)
-            teacher = Teacher(
+            teacher = objective.Teacher(
                 build.load(teaching, device), teaching.record, self.checkpoint.record, train.classes
             )
             if teacher.note:
@@ -99,7 +81,7 @@ class Training:
         model = build.load(self.checkpoint, device, writable=True)
         if team().leads:
             self.before = ending.accuracy(model, validation)
-        run = training_identity(self.checkpoint.digest, self.settings, train, validation)
+        run = state.training_identity(self.checkpoint.digest, self.settings, train, validation)
         trainer = loop.Trainer(
             model,
             self.settings,
@@ -111,11 +93,13 @@ class Training:
         )
         if self.before is not None and self.begin.trained and trainer.orthogonal:
             ending.warn_of_orthogonal(self.before, ending.accuracy(model, validation), sink)
-        require_own_state(self.state_path, KEY, run, order.output.force or order.resume)
+        outputs.require_own_state(
+            self.state_path, state.KEY, run, order.output.force or order.resume
+        )
         if team().leads:
-            hold_state(self.state_path, self.held)
+            outputs.hold_state(self.state_path, self.held)
         if order.resume and not reading.is_absent(self.state_path):
-            trainer.restore(load_training_state(self.state_path, run))
+            trainer.restore(state.load_training_state(self.state_path, run))
             sink.note(f"continuing after epoch {trainer.epoch}, step {trainer.step}")
         elif order.resume:
             sink.note(f"no {self.state_path.name} to resume from: starting from the beginning")
@@ -131,7 +115,7 @@ class Training:
         except Diverged as failure:
             if trainer.best_epoch < 0:
                 if team().leads:
-                    discard_state(self.state_path, KEY, run)
+                    outputs.discard_state(self.state_path, state.KEY, run)
                     raise
                 return
             diverged = failure
@@ -140,11 +124,13 @@ class Training:
         try:
             self._write(trainer, train, validation, diverged is None)
         except ending.EndedAtChanceError:
-            discard_state(self.state_path, KEY, run)
+            outputs.discard_state(self.state_path, state.KEY, run)
             raise
         except errors.OutputError as failure:
             raise self._resumable(failure) from failure
-        discard_state(self.state_path, KEY, run)  # a run that diverged would diverge again
+        outputs.discard_state(
+            self.state_path, state.KEY, run
+        )  # a run that diverged would diverge again
         if diverged is not None:
             sink.note(
                 f"wrote {self.path}: the best weights before it, of epoch {trainer.best_epoch}"
@@ -165,7 +151,7 @@ class Training:
         if settings.unsaid:
             self.sink.note(start.sentence_of_start(self.begin, self.settings))
 
-    def _images(self) -> tuple[Images, Images]:
+    def _images(self) -> tuple[labelled.Images, labelled.Images]:
         """Return the training and the validation images, which share none."""
         record = self.checkpoint.record
         data = self.order.data
@@ -190,36 +176,41 @@ class Training:
         inputs.doubt_images(train, record, self.sink)
         return train.limit(data.limit, self.settings.seed), judges
 
-    def _plan(self, trainer: loop.Trainer, budget: str, train: Images, validation: Images) -> float:
+    def _plan(
+        self,
+        trainer: loop.Trainer,
+        budget: str,
+        train: labelled.Images,
+        validation: labelled.Images,
+    ) -> float:
         """Turn the time budget into steps, and return when they should end, on the clock."""
         clock = time.perf_counter()
         self._save_state(trainer)
         saving = time.perf_counter() - clock
-        bound, certificate = ending.seconds(self.checkpoint, validation, self.settings.epsilon)
+        bound, certificate = ending.seconds(
+            self.checkpoint, validation, self.settings.epsilon, self.sink
+        )
         assert self.ends is not None
         end = self.ends
         self.proof_costs = bound, certificate
-        costs = plan_for_budget(
-            trainer,
-            train,
-            validation,
-            end - time.perf_counter(),
-            Costs(0.0, 0.0, saving, bound, certificate),
-        )
+        plan_for_budget(trainer, train, validation, end, Costs(0, 0, saving, bound, certificate))
+        settings = trainer.settings
         epochs = trainer.total_steps(train) / trainer.batches(train)
-        limit = trainer.settings.validation_limit
-        self.sink.note(f"planned for {budget}: {trainer.settings.steps} steps, {epochs:.2f} epochs")
+        self.sink.note(f"planned for {budget}: {settings.steps} steps, {epochs:.2f} epochs")
         if epochs < 1:
             self.sink.warn(f"only {epochs:.2f} of one epoch fits into {budget}")
-        if limit is not None and limit < len(validation):
-            self.sink.note(f"validating on {limit} of {len(validation)} images, to save time")
+        judges = len(validation.limit(settings.validation_limit, settings.seed))
+        if judges < len(validation):
+            self.sink.note(f"validating on {judges} of {len(validation)} images, to save time")
         self._save_state(trainer)  # a resumed run must keep to the plan
-        judged = len(validation) if limit is None else limit
-        self.epoch_end = judged * costs.image + saving
-        return end - bound - judged * certificate
+        return end - bound - judges * certificate
 
     def _learn(
-        self, trainer: loop.Trainer, train: Images, validation: Images, end: float | None
+        self,
+        trainer: loop.Trainer,
+        train: labelled.Images,
+        validation: labelled.Images,
+        end: float | None,
     ) -> None:
         """Train to the end, with a progress bar or log lines; save each epoch's state.
 
@@ -235,58 +226,43 @@ class Training:
 
             def watch(step: int, loss: float) -> None:
                 bar.reach(step, remark or f"loss {loss:.3f}")
-                total = trainer.total_steps(train)
-                if end is None or step >= total or step % max(1, total // LOOKS):
-                    return
-                now = time.perf_counter()
-                steps = shortened_total(
-                    step,
-                    total,
-                    (now - started) / (step - first),
-                    end - now - self.epoch_end,
-                    trainer.batches(train),
-                )
-                if steps != total:
-                    trainer.change_plan(train, steps)
-                    bar.aim(steps)
 
             for epoch in trainer.run(train, validation, watch):
-                total = trainer.total_steps(train)
-                if end is not None and trainer.step < total:
+                if end is not None and trainer.step < trainer.total_steps(train):
                     now = time.perf_counter()
-                    steps = changed_total(
-                        trainer.step,
-                        total,
-                        (now - started) / (trainer.step - first),
-                        end - now,
-                        trainer.batches(train),
-                    )
-                    if steps != total:
-                        self.sink.note(
-                            f"planned again: {steps} steps, {steps / trainer.batches(train):.2f} epochs"
-                        )
-                        trainer.change_plan(train, steps)
-                        bar.aim(total := steps)
+                    pace = (now - started) / (trainer.step - first)
+                    self._plan_again(trainer, train, pace, end - now)
+                    bar.aim(trainer.total_steps(train))
                 self._save_state(trainer)
                 self.sink.record(asdict(epoch))
                 remark = ending.remark_of(epoch)
                 bar.reach(trainer.step, remark)
-                if (
-                    not sys.stderr.isatty()
-                    and time.perf_counter() - self.remarked >= REMARK_SECONDS
-                ):
-                    self.remarked = time.perf_counter()
+                now = time.perf_counter()
+                if not sys.stderr.isatty() and now - self.remarked >= REMARK_SECONDS:
+                    self.remarked = now
+                    total = trainer.total_steps(train)
                     self.sink.note(f"epoch {epoch.epoch}, step {epoch.step} of {total}: {remark}")
+
+    def _plan_again(
+        self, trainer: loop.Trainer, train: labelled.Images, pace: float, time_left: float
+    ) -> None:
+        """Let the run have as many steps as fit at this pace (seconds a step)."""
+        total = trainer.total_steps(train)
+        batches = trainer.batches(train)
+        steps = changed_total(trainer.step, total, pace, time_left, batches)
+        if steps != total:
+            self.sink.note(f"planned again: {steps} steps, {steps / batches:.2f} epochs")
+            trainer.change_plan(train, steps)
 
     def _save_state(self, trainer: loop.Trainer) -> None:
         """Save the state. A full disk ends the run: nobody could have what is trained after it."""
         if not team().leads:
             return
         try:
-            save_training_state(self.state_path, trainer.state())
+            state.save_training_state(self.state_path, trainer.state())
         except errors.OutputError as failure:
             raise self._resumable(failure) from failure
-        hold_state(self.state_path, self.held)
+        outputs.hold_state(self.state_path, self.held)
 
     def _resumable(self, failure: errors.OutputError) -> errors.OutputError:
         """Return the failure with a way on from the last state, where there is one."""
@@ -295,7 +271,11 @@ class Training:
         return type(failure)(failure.message, "make room, then repeat the command with --resume")
 
     def _write(
-        self, trainer: loop.Trainer, train: Images, validation: Images, finished: bool
+        self,
+        trainer: loop.Trainer,
+        train: labelled.Images,
+        validation: labelled.Images,
+        finished: bool,
     ) -> None:
         """Write the best weights and their bound, then the last weights where they differ."""
         output = self.order.output
@@ -305,11 +285,11 @@ class Training:
         last = trainer.epoch
         epsilon = settings.epsilon
         derived = self._derived(trainer, trainer.best_net, train)
-        inputs.say_wider(self.checkpoint, derived, sink)
         output.write(
             derived, self.path, self.order.resume
         )  # before the proof, which may take longer than is left
-        sink.note(f"wrote {self.path}: epoch {best}; {self._spent()}")
+        spent = time.perf_counter() - self.started
+        sink.note(f"wrote {self.path}: epoch {best}; {spent:.0f} s so far")
         left = None if self.ends is None else self.ends - time.perf_counter()
         images = validation.limit(settings.validation_limit, settings.seed)
         count = ending.affordable_images(len(images), left, self.proof_costs)
@@ -349,8 +329,8 @@ class Training:
             )
             report["last"] = str(self.last_path)
             line = f"; {self.last_path}: the last epoch, {last}"
-        elif output.force and last_command(self.last_path) == "finetune":
-            remove(self.last_path)  # of the run that this one replaces
+        elif output.force and outputs.last_command(self.last_path) == "finetune":
+            outputs.remove(self.last_path)  # of the run that this one replaces
         if not finished:
             return
         sink.document(report)
@@ -361,13 +341,9 @@ class Training:
         if doubt is not None:
             ending.end_in_doubt(doubt, sink)
 
-    def _spent(self) -> str:
-        """Return the time so far, of the budget where there is one."""
-        spent = time.perf_counter() - self.started
-        budget = self.settings.time_budget
-        return f"{spent:.0f} s so far" + ("" if budget is None else f" of {budget}")
-
-    def _derived(self, trainer: loop.Trainer, tensors: Any, train: Images) -> Checkpoint:
+    def _derived(
+        self, trainer: loop.Trainer, tensors: Any, train: labelled.Images
+    ) -> file.Checkpoint:
         parameters = {
             **trainer.settings.parameters(),
             "dataset": train.name,

@@ -38,13 +38,11 @@ class Architecture:
     def build(self) -> "Checkpoint":
         """Return the new checkpoint. UsageError for options that contradict published weights."""
         from certcli.cli.shared.inputs import parse_arguments, typed_numbers
-        from certcli.models.build import initialise
-        from certcli.models.in_memory import mean_of
+        from certcli.models import build, in_memory, origins
         from certcli.models.open import open_checkpoint
-        from certcli.models.origins import Hints
         from certcli.system.errors import UsageError
 
-        from_options = Hints(
+        from_options = origins.Hints(
             None,
             parse_arguments(self.arch_arg),
             typed_numbers("--mean", self.mean),
@@ -58,14 +56,16 @@ class Architecture:
                     "--member takes all other arguments from its files",
                     "only --arch-arg mirror=true goes with it",
                 )
-            return mean_of(self.arch, [open_checkpoint(source) for source in self.member], mirror)
+            return in_memory.mean_of(
+                self.arch, [open_checkpoint(source) for source in self.member], mirror
+            )
         if self.pretrained:
             if from_options.mean or from_options.std:
                 raise UsageError(
                     "--pretrained keeps the published mean and std", "drop --mean and --std"
                 )
             return open_checkpoint(self.arch, from_options)
-        return initialise(
+        return build.initialise(
             self.arch,
             dict(from_options.arch_args),
             seed=self.seed,
@@ -93,13 +93,12 @@ def init(
     sink = talk.sink()
     arch = architecture.arch
     path = output.target("init", arch, architecture)
-    checkpoint_built = architecture.build()
+    checkpoint = architecture.build()
     # refuses, as every later command would, a network that does not map an image to its classes
-    models.load(checkpoint_built)
-    checkpoint = checkpoint_built
+    models.load(checkpoint)
     if not architecture.member:  # a mean tells its own step
-        checkpoint = checkpoint_built.derive(
-            checkpoint_built.tensors,
+        checkpoint = checkpoint.derive(
+            checkpoint.tensors,
             "init",
             {"arch": arch, "pretrained": architecture.pretrained},
             architecture.seed,

@@ -10,7 +10,7 @@ from certcli.certify.around import Around, AroundImages, NearImage, prepare
 from certcli.cli.lipschitz import command, view
 from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Sink
-from certcli.evaluation import fidelity, image_doubts, record_lines, threat
+from certcli.evaluation import record_lines, threat
 from certcli.images.labelled import Images, sent
 from certcli.lipschitz import network
 from certcli.lipschitz.estimate import measure
@@ -99,20 +99,8 @@ def prove_source(
 
 def measure_slope(audited: view.Audited, options: command.LipschitzOptions, sink: Sink) -> float:
     """Return the largest slope at images; warn of images that do not suit the network."""
-    record = audited.checkpoint.record
-    images = options.data.images(record, sink)
-    inputs.doubt_images(images, record, sink)
-    decides = record.classes > 0 and audited.checkpoint.reading.decides
-    judged = options.data.dataset is not None and decides
-    labels, why = fidelity.known_labels(images, record) if judged else (None, "")
-    if why:
-        sink.warn(why)
-    if labels is not None:
-        right = sum(
-            image_doubts.right_of(audited.model, images, options.machine.batch_size, labels)
-        )
-        sink.note(f"correct on {right} of these {len(images)} images")
-        inputs.doubt_accuracy(right / len(images), images, audited.checkpoint, sink)
+    images = options.data.images(audited.checkpoint.record, sink)
+    inputs.doubt_images(images, audited.checkpoint.record, sink)
     return _steepest(audited.model, images, options, sink)
 
 
@@ -140,11 +128,10 @@ def show_views(
     audited: view.Audited, near: AroundImages | None, options: command.LipschitzOptions, sink: Sink
 ) -> dict[str, Any]:
     documents: dict[str, Any] = {}
-    plot = options.views.plot
     if near is not None:
         documents["around"] = show_near_images(audited, near, options, sink)
-    elif plot is not None:
-        view.draw_bound(audited, plot, sink)
+    if options.views.plot is not None:
+        view.draw_bound(audited, options.views.plot, sink)
     if options.views.other is not None:
         second = replace(options.source, ckpt=options.views.other)
         other = prove_source(second, options.machine, sink)
@@ -167,11 +154,10 @@ def prepare_near_images(audited: view.Audited, options: command.LipschitzOptions
         raise errors.UsageError(
             "--around is about logits, and this network ends in features", "leave out --around"
         )
-    return prepare(audited.checkpoint, near_balls(options), options.machine.pick())
+    return prepare(audited.checkpoint, _balls_of(options), options.machine.pick())
 
 
-def near_balls(options: command.LipschitzOptions) -> list[Around]:
-    """Return the balls that were asked for."""
+def _balls_of(options: command.LipschitzOptions) -> list[Around]:
     return [Around(radius, options.near.norm) for radius in options.near.around]
 
 
@@ -185,8 +171,6 @@ def show_near_images(
     ).images(audited.checkpoint.record, sink)
     rows = _near_rows(network, images, options, sink)
     _show_near_table(rows, images, audited, options, sink)
-    if options.views.plot is not None:
-        _draw_near_images(rows, audited, options.views.plot)
     return {
         "norm": options.near.norm,
         "seed": data.seed,
@@ -199,7 +183,7 @@ def _near_rows(
     network: AroundImages, images: Images, options: command.LipschitzOptions, sink: Sink
 ) -> list[Row]:
     rows: list[Row] = []
-    near = near_balls(options)
+    near = _balls_of(options)
     with sink.progress("slopes near images", total=len(images) * len(near)) as bar:
         for indices, pixels, _ in images.batches(1):
             for proven in network.each(pixels, near):
@@ -282,15 +266,3 @@ def _near_document(index: int, near: NearImage) -> dict[str, Any]:
         "why": near.why,
         "seconds": round(near.seconds, 3),
     }
-
-
-def _draw_near_images(rows: list[Row], audited: view.Audited, path: Path) -> None:
-    from certcli.report.figures import draw_around
-
-    points: dict[float, list[tuple[float, float]]] = {}
-    for _, near in rows:
-        pair = float(near.upper[near.rival]), float(near.slopes[near.rival])
-        points.setdefault(near.around.radius, []).append(pair)
-    draw_around(
-        points, rows[0][1].around.norm, path, f"{audited.name}: slopes near {len(rows)} images"
-    )

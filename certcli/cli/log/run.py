@@ -5,9 +5,8 @@ recomputes is called measured."""
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Evidence
 from certcli.checkpoint.tensor_files import ENDING, shards_of_index
 from certcli.cli.shared import groups, output
-from certcli.evaluation import evidence, intervals
+from certcli.evaluation import evidence, intervals, record_lines
 from certcli.evaluation.threat import (
     attacked_percent,
     confidence,
@@ -115,7 +114,12 @@ def show_checkpoint(path: Path, checkpoint: Checkpoint, sink: output.Sink) -> No
         "Lineage, as the file tells it",
         ["step", "seed", "parent", "parameters"],
         [
-            (s.command, str(s.seed), (s.parent or "-")[:12], ", ".join(spelled_values(s.shown)))
+            (
+                s.command,
+                str(s.seed),
+                (s.parent or "-")[:12],
+                ", ".join(record_lines.spelled_values(s.shown)),
+            )
             for s in record.lineage
         ],
     )
@@ -134,27 +138,6 @@ def show_checkpoint(path: Path, checkpoint: Checkpoint, sink: output.Sink) -> No
         )
     if any(entry.digest != checkpoint.digest for entry in record.evidence):
         sink.text(STALE)
-
-
-def spelled_values(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Values by name, nested ones by paths of names; empty values and `no` are left out."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from spelled_values(value, f"{prefix}{name}.")
-        elif isinstance(value, (list, tuple)) and any(
-            isinstance(item, (Mapping, list, tuple)) for item in value
-        ):
-            yield f"{prefix}{name}: {len(value)} entries"
-        elif value is True:
-            yield f"{prefix}{name}"
-        elif value is not None and value is not False and value not in ("", [], ()):
-            yield f"{prefix}{name}={_spelled_number(value)}"
-
-
-def _spelled_number(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return " ".join(map(_spelled_number, value))
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def document_of(path: Path, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -205,7 +188,10 @@ def _bound_of(result: Any) -> str:
     if result.log10_upper is None:
         return "bound 0 (proven)" if result.upper == 0 else "no bound"
     of_features = getattr(result, "bound_of", "") == "features"
-    return f"bound {bound_words(result.log10_upper)} (proven{', of features' * of_features})"
+    bound = power_of_ten(result.log10_upper)
+    if isinstance(result.upper, float) and result.log10_upper < 5:
+        bound = rounded_up(result.upper, 4)
+    return f"bound {bound} (proven{', of features' * of_features})"
 
 
 def _certify_words(result: Any, about: Any) -> str:
@@ -282,11 +268,3 @@ def _images_words(result: Any) -> str:
     count = getattr(result, "images", None) or images.images
     text = f"{count} image{'s' * (count != 1)}"
     return f"{text} of {images.name} ({images.split})" if images else text
-
-
-def bound_words(log10: float) -> str:
-    """A bound by its logarithm, rounded up in the last digit shown, as bounds are."""
-    if not -300 < log10 < 5:
-        return power_of_ten(log10)
-    step = 10.0 ** (math.floor(log10) - 3)
-    return f"{math.ceil(10**log10 / step * (1 - 1e-12)) * step:.4g}"

@@ -38,13 +38,12 @@ def merge(
 
     The lineage names the adapter; evidence about the base counts as stale.
     """
-    from certcli.models import build
+    from certcli.models import build, origins
     from certcli.models.open import open_checkpoint
-    from certcli.models.origins import read_adapter
 
     sink = talk.sink()
     path = output.target("merge", base.ckpt, base, folder)
-    adapter = read_adapter(folder.adapter)
+    adapter = origins.read_adapter(folder.adapter)
     checkpoint = base.open(sink)
     merged = open_checkpoint(base.ckpt, replace(base.hints(), adapter=adapter))
     derived = checkpoint.derive(merged.tensors, "merge", {"adapter": adapter.digest})

@@ -48,7 +48,7 @@ class Pictures:
         "defence",
         "prove",
         "patches",
-        "hide",
+        "procedure",
     ),
 )
 def predict(
@@ -64,8 +64,7 @@ def predict(
     import torch
 
     from certcli.certify.patch.certifier import Predictor
-    from certcli.images.decoding import Decoder
-    from certcli.images.folders import image_files
+    from certcli.images import decoding, folders
     from certcli.images.names import known_class_names
 
     if pictures.defence == "none" and (patches.patches or pictures.prove):
@@ -74,7 +73,7 @@ def predict(
             "certvit predict ... --defence patch --patch 32",
         )
     processes.require_one("images are classified", "certvit predict without torchrun")
-    files, unreadable, left_out = image_files(pictures.images)
+    files, unreadable, left_out = folders.image_files(pictures.images)
     sink = talk.sink()
     if left_out:
         sink.note(left_out)
@@ -85,7 +84,7 @@ def predict(
         )
     checkpoint = source.open(sink)
     record = checkpoint.record
-    decode = Decoder(checkpoint.record.input)
+    decode = decoding.Decoder(checkpoint.record.input)
     names = known_class_names(record.classes, record.class_names)
     if record.class_names is None and names is not None:
         if record.input.size[0] == COLOURS:

@@ -19,7 +19,6 @@ with such fields and the attribute `panel`, as `certify.options.Local`, is a gro
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from copy import copy
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import wraps
 from importlib import import_module
@@ -172,7 +171,7 @@ def command(
             for option in options:
                 if option.name in flat:
                     raise TypeError(f"{function.__name__} has two options {option.name}")
-                flat[option.name] = _with_word(option)
+                flat[option.name] = option
 
         if often:
             flat["help_all"] = _HELP_ALL
@@ -240,21 +239,6 @@ _HELP_ALL = inspect.Parameter(
         ),
     ],
 )
-
-
-def _with_word(option: inspect.Parameter) -> inspect.Parameter:
-    """The option with a word for its value."""
-    info = info_of(option.annotation)
-    if info is None:
-        return option
-    if info.metavar is not None:
-        return option
-    base, *notes = get_args(option.annotation)
-    new = copy(info)
-    new.metavar = WORDS.get(_type_of_value(base), "VALUE")
-    return option.replace(
-        annotation=Annotated[(base, *(new if note is info else note for note in notes))]
-    )
 
 
 def _place_in_help(option: inspect.Parameter) -> int:
@@ -330,7 +314,7 @@ def _typer_hint(name: str, base: Any, note: Option, panel: str | None) -> Any:
     typer_option = typer.Option(
         *(note.names or flag),
         help=note.help,
-        metavar=note.metavar,
+        metavar=note.metavar or WORDS.get(_type_of_value(base), "VALUE"),
         parser=None if note.read is None else parse,
         rich_help_panel=note.panel or panel,
         min=note.min,

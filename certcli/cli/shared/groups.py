@@ -18,8 +18,7 @@ from certcli.cli.shared.command import (
     marked,
 )
 from certcli.cli.shared.output import Sink
-from certcli.system import errors, files, processes, reading
-from certcli.system.options import option
+from certcli.system import errors, files, options, processes, reading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,19 +37,21 @@ if TYPE_CHECKING:
 class Reading:
     """The statements that a checkpoint's file lacks."""
 
-    arch: str | None = option(None, "timm architecture of a foreign file.")
-    arch_arg: list[str] = option(list, "Argument of --arch.", metavar="KEY=VALUE")
-    mean: str | None = option(None, "Pixel mean of a foreign file, e.g. 0.5 or 0.48,0.45,0.41.")
-    std: str | None = option(None, "Pixel standard deviation of a foreign file.")
-    as_stated: bool = option(
+    arch: str | None = options.option(None, "timm architecture of a foreign file.")
+    arch_arg: list[str] = options.option(list, "Argument of --arch.", metavar="KEY=VALUE")
+    mean: str | None = options.option(
+        None, "Pixel mean of a foreign file, e.g. 0.5 or 0.48,0.45,0.41."
+    )
+    std: str | None = options.option(None, "Pixel standard deviation of a foreign file.")
+    as_stated: bool = options.option(
         False, "Trust --arch-arg and config.json even if the tensors also fit another network."
     )
-    weights: str | None = option(
+    weights: str | None = options.option(
         None,
         "Weights to read from a file that holds several: raw, ema, or a key.",
         metavar="raw|ema|KEY",
     )
-    image_size: int | None = option(
+    image_size: int | None = options.option(
         None,
         "Perturb images of N x N pixels: the network's first layer resizes them. Radii are in "
         "these pixels.",
@@ -125,16 +126,16 @@ class Source(Reading):
 class Data:
     """Images by name, and the seed of every random choice."""
 
-    dataset: str | None = option(
+    dataset: str | None = options.option(
         None,
         "digits, torch/mnist, torch/cifar10, ..., or a folder: of class folders, in the order of "
         "their names, or of images with a labels.csv (file, class).",
         mark=Reads(folder=True),
     )
-    data_dir: Path | None = option(
+    data_dir: Path | None = options.option(
         None, "Folder of the torch/... datasets.", mark=Reads(folder=True)
     )
-    limit: int | None = option(None, "Use a seeded, class-balanced sample of N images.")
+    limit: int | None = options.option(None, "Use a seeded, class-balanced sample of N images.")
     seed: Seed = 0
 
 
@@ -142,7 +143,7 @@ class Data:
 class Evaluation(Data):
     """Labelled images that judge a network."""
 
-    split: str | None = option(None, "train, val or test. Default: the evaluation split.")
+    split: str | None = options.option(None, "train, val or test. Default: the evaluation split.")
 
     def images(self, record: Record, sink: Sink, unlabelled: bool = False) -> Images:
         """Return the images that judge: of --dataset, else of the training's, with its classes.
@@ -196,7 +197,7 @@ class Evaluation(Data):
 class Calibration(Data):
     """Images to calibrate on, without their labels."""
 
-    limit: int = option(500, "Number of calibration images.")
+    limit: int = options.option(500, "Number of calibration images.")
 
     def images(self, record: Record, sink: Sink, judges: int = 0) -> Images:
         """Return `limit` images, and at most `judges` more, in the dataset's order."""
@@ -226,7 +227,7 @@ class Calibration(Data):
 class Device:
     """The device to compute on."""
 
-    device: str = option("auto", "auto, cpu, cuda, cuda:1, mps.")
+    device: str = options.option("auto", "auto, cpu, cuda, cuda:1, mps.")
 
     def pick(self) -> torch.device:
         """Return the device; `auto` is CUDA if there is one. Each process has its own GPU.
@@ -262,15 +263,19 @@ class Device:
 class BatchDevice(Device):
     """The device, and the number of images in a batch."""
 
-    batch_size: int = option(128, "Largest number of images in a batch.", min=1, max=MOST_IMAGES)
+    batch_size: int = options.option(
+        128, "Largest number of images in a batch.", min=1, max=MOST_IMAGES
+    )
 
 
 @group("Output")
 class Output:
     """The checkpoint to write; all written files are compared with all read files here."""
 
-    output: Path | None = option(None, "Checkpoint to write.", "-o", "--output", mark=Writes())
-    shard_size: str | None = option(
+    output: Path | None = options.option(
+        None, "Checkpoint to write.", "-o", "--output", mark=Writes()
+    )
+    shard_size: str | None = options.option(
         None,
         "Largest file of a sharded output (-o FILE.safetensors.index.json): 5GB, 200MB.",
         metavar="SIZE",
@@ -395,8 +400,8 @@ def resumes(groups: Sequence[object]) -> bool:
 class Talk:
     """The form of the output, and its amount."""
 
-    as_json: bool = option(False, "Machine-readable output on stdout.", "--json")
-    quiet: bool = option(False, "No progress and no notes on stderr.", "--quiet", "-q")
+    as_json: bool = options.option(False, "Machine-readable output on stdout.", "--json")
+    quiet: bool = options.option(False, "No progress and no notes on stderr.", "--quiet", "-q")
 
     def sink(self) -> Sink:
         return Sink(self.as_json, self.quiet)

@@ -76,22 +76,13 @@ def _require_file(source: str) -> None:
     raise missing_file(
         source,
         "give a .safetensors file, a folder with model.safetensors, a timm name, or hf-hub:OWNER/NAME",
-        ".safetensors",
     )
 
 
-def missing_file(source: str, hint: str, *endings: str) -> errors.CheckpointError:
-    """Return the error for a path that does not exist; it names one like it beside it, or that comes
-    with certvit.
-
-    Args:
-        endings: those of files that might be meant.
-    """
-    path = Path(source)
-    candidates = {file.name: str(file) for end in endings for file in path.parent.glob(f"*{end}")}
-    candidates |= {name: name for name in shipped_names()}
-    near = get_close_matches(path.name, candidates, 1) or get_close_matches(source, candidates, 1)
-    meant = f"did you mean '{candidates[near[0]]}'? " if near else ""
+def missing_file(source: str, hint: str) -> errors.CheckpointError:
+    """Return the error for a path that does not exist; it names a network that comes with certvit."""
+    near = get_close_matches(source, shipped_names(), 1)
+    meant = f"did you mean '{near[0]}'? " if near else ""
     return errors.CheckpointError(f"no file {source}", f"{meant}{hint}")
 
 
@@ -257,18 +248,6 @@ def doubt_accuracy(
     usual = accuracy_doubts(round(share * len(images)), len(images), checkpoint)
     for doubt in usual if permuted is None else [permuted]:
         sink.warn(doubt)
-
-
-def say_wider(before: Checkpoint, after: Checkpoint, sink: Sink) -> None:
-    """Note that the tensors after a command are wider: networks change in float32 or float64."""
-    old, new = (
-        {str(t.dtype)[6:] for t in ckpt.tensors.values() if t.is_floating_point()}
-        for ckpt in (before, after)
-    )
-    if old - new:
-        sink.note(
-            f"written as {', '.join(sorted(new))}; the numbers that were read are {', '.join(sorted(old))}"
-        )
 
 
 def remember_dataset(record: Record, images: Images) -> Record:

@@ -157,9 +157,8 @@ class Sink:
         Sink.invocation.concluded = True
 
     def record(self, data: Mapping[str, Any]) -> None:
-        if self.as_json and not Sink.invocation.silent:
-            sys.stdout.write(as_line(data))
-            sys.stdout.flush()
+        if self.as_json:
+            self.commands(as_line(data))
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print rows of cells, laid out for the terminal (`certcli.cli.shared.tables`)."""
@@ -197,7 +196,7 @@ class Sink:
             self._print(self._out, line)
 
     def commands(self, lines: str) -> None:
-        """Write lines to the program that runs a workflow; the caller has escaped them."""
+        """Write lines for another program, which the caller has escaped."""
         if not Sink.invocation.silent:
             sys.stdout.write(lines)
             sys.stdout.flush()

@@ -33,24 +33,13 @@ def reference(commands: Mapping[str, Callable[..., None]]) -> str:
         "",
     ]
     for name, command in commands.items():
-        lines += _section(name, command, "##", shared)
+        lines += section(name, command, "##", shared)
     lines += ["## Shared options", ""]
     lines += [_item(f"`{option}`", meaning) for option, meaning in shared.items()]
     return "\n".join([*lines, ""])
 
 
-def page(name: str, command: Callable[..., None], up: str = "") -> str:
-    """Return the page of one command, with the examples of its --help. up: the way to docs/."""
-    lines = list(_section(name, command, "#"))
-    epilog = str(getattr(command, "epilog", ""))
-    examples = [line.strip() for line in epilog.splitlines() if line.strip().startswith("certvit ")]
-    more = getattr(command, "page", "")
-    lines += ["**Examples**", "", "```", *examples, "```", ""] if examples else []
-    lines += [f"More: [{more}]({up}{more})", ""] if more else []
-    return "\n".join(lines)
-
-
-def _section(
+def section(
     name: str,
     command: Callable[..., None],
     level: str,

@@ -19,11 +19,8 @@ from certcli.certify.certificate import Certifier
 from certcli.certify.patch.certifier import PatchCertifier, TouchedPasses
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.shared import groups, output
-from certcli.cli.shared.output import Gate, Sink
 from certcli.cli.verify import command
-from certcli.evaluation import perturbation, record_lines, records
-from certcli.evaluation.evidence import MOST_DRAWS, STATUSES, Claim, method_of, unverified_reasons
-from certcli.evaluation.image_records import Certificate
+from certcli.evaluation import evidence, image_records, perturbation, record_lines, records
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images.labelled import Images
 from certcli.system.errors import DataError, GateError, UsageError
@@ -43,16 +40,16 @@ class CheckedFile:
         about: further facts for the document.
     """
 
-    claims: Sequence[Claim]
+    claims: Sequence[evidence.Claim]
     words: str
     whole: bool = True
     about: Mapping[str, Any] = field(default_factory=dict)
 
 
-def conclude(file: Path, checked: CheckedFile, kind: str, sink: Sink) -> None:
+def conclude(file: Path, checked: CheckedFile, kind: str, sink: output.Sink) -> None:
     """Write the document, show what is not verified, and demand that all is."""
     reason = failure(file, checked.claims)
-    gate = Gate()
+    gate = output.Gate()
     gate.demand(not reason, GateError(reason))
     document = {"file": file.name, "kind": kind, "whole": checked.whole, **checked.about}
     document |= summary(checked.claims)
@@ -67,29 +64,29 @@ def conclude(file: Path, checked: CheckedFile, kind: str, sink: Sink) -> None:
     gate.enforce()
 
 
-def show_claims(file: Path, claims: Sequence[Claim], sink: Sink) -> None:
+def show_claims(file: Path, claims: Sequence[evidence.Claim], sink: output.Sink) -> None:
     rest = f", the first {SHOWN} of {len(claims)}" if len(claims) > SHOWN else ""
     rows = [(claim.title, claim.status, claim.why) for claim in claims[:SHOWN]]
     sink.table(f"Verification of {file}{rest}", ["claim", "status", "why"], rows)
 
 
-def summary(claims: Sequence[Claim]) -> dict[str, Any]:
+def summary(claims: Sequence[evidence.Claim]) -> dict[str, Any]:
     counts = Counter(claim.status for claim in claims)
     return {
-        "verified": not unverified_reasons(claims),
-        "counts": {status: counts[status] for status in STATUSES},
+        "verified": not evidence.unverified_reasons(claims),
+        "counts": {status: counts[status] for status in evidence.STATUSES},
         "claims": [asdict(claim) for claim in claims],
     }
 
 
-def failure(file: Path, claims: Sequence[Claim]) -> str:
+def failure(file: Path, claims: Sequence[evidence.Claim]) -> str:
     """Return why the file is not verified; empty where it is."""
     refuted = [claim for claim in claims if claim.status == "refuted"]
     if refuted:
         first = refuted[0]
         more = f" {len(refuted)} of {len(claims)} claims;" if len(refuted) > 1 else ""
         return f"{file} is refuted:{more} {first.title}: {first.status} ({first.why})"
-    reasons = unverified_reasons(claims)
+    reasons = evidence.unverified_reasons(claims)
     return f"{file} is not verified: {reasons[0]}" if reasons else ""
 
 
@@ -108,11 +105,11 @@ def check_records(options: command.VerifyOptions, sink: output.Sink) -> CheckedF
     run, rows = records.read_records(path, "certify")
     checkpoint = options.open(sink)
     records.require_same_network(run, checkpoint.digest, path)
-    method = method_of(run, path)
+    method = evidence.method_of(run, path)
     draws = max(run.parameters.get("n0", 0), run.parameters.get("samples", 0))
-    if draws > MOST_DRAWS:
+    if draws > evidence.MOST_DRAWS:
         raise DataError(
-            f"{path} states {draws:,} draws an image; at most {MOST_DRAWS:,} are allowed"
+            f"{path} states {draws:,} draws an image; at most {evidence.MOST_DRAWS:,} are allowed"
         )
     images = _recorded_images(run, checkpoint, options.data, path, sink)
     records.require_same_images(rows, images, path)
@@ -169,11 +166,11 @@ def check_records(options: command.VerifyOptions, sink: output.Sink) -> CheckedF
 
 def _ready(
     run: record_lines.Run,
-    rows: list[Certificate],
+    rows: list[image_records.Certificate],
     checkpoint: Checkpoint,
     images: Images,
     options: command.VerifyOptions,
-) -> tuple[Certifier, list[Certificate]]:
+) -> tuple[Certifier, list[image_records.Certificate]]:
     """Return the header's method, made ready, and certificates. DataError: they disagree."""
 
     method = str(run.method)

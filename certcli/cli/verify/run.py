@@ -15,7 +15,6 @@ from msgspec import UNSET
 
 from certcli.audit.document_builder import with_evidence
 from certcli.certify import around, methods
-from certcli.certify.around import NearImage
 from certcli.checkpoint import record, schema, tensor_files
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.log.run import document_of, files_of
@@ -39,11 +38,7 @@ def verify_file(options: command.VerifyOptions, talk: groups.Talk) -> None:
     file = options.file
     if reading.is_absent(file):
         raise inputs.missing_file(
-            str(file),
-            "give a report (--json), records (.jsonl) or a checkpoint",
-            ".json",
-            ".jsonl",
-            ".safetensors",
+            str(file), "give a report (--json), records (.jsonl) or a checkpoint"
         )
     if file.is_dir() or file.suffix == ".safetensors" or tensor_files.is_index(file):
         verify_checkpoints(options, sink)
@@ -294,12 +289,9 @@ def _near_claims(
     )
     images = data.images(checkpoint.record, sink)
     if images.digest != claimed.dataset.digest:
-        yield Claim(
-            "slopes near images",
-            "unverified",
-            "these are other images than those of the report: name its --dataset",
+        raise errors.DataError(
+            "these are other images than those of the report: name its --dataset"
         )
-        return
     near = {
         row.radius: around.Around(row.radius, claimed.norm, slopes=False) for row in claimed.images
     }
@@ -310,7 +302,7 @@ def _near_claims(
         rows = chooser.sample(rows, options.scope.sample)
 
     @functools.cache
-    def proven(index: int) -> dict[float, NearImage]:
+    def proven(index: int) -> dict[float, around.NearImage]:
         """Return what is proven near an image in all its balls: radii build on those before."""
         places = (images.indices == index).nonzero().flatten().tolist()
         balls = {row.radius: near[row.radius] for row in claimed.images if row.index == index}
@@ -323,7 +315,7 @@ def _near_claims(
             bar.advance()
 
 
-def _near_claim(row: schema.NearImageFields, proven: NearImage | None) -> Claim:
+def _near_claim(row: schema.NearImageFields, proven: around.NearImage | None) -> Claim:
     statement = f"slopes near image {row.index}, within {row.radius:g}"
     if proven is None:
         return Claim(statement, "refuted", "no such image is among them")
@@ -337,13 +329,6 @@ def _near_claim(row: schema.NearImageFields, proven: NearImage | None) -> Claim:
     )
 
 
-def _same_margins(claims: list[float], margins: list[float]) -> bool:
-    """Tell whether margins are the same up to another machine's rounding in float64."""
-    size = max(map(abs, margins), default=0.0)
-    pairs = zip(claims, margins, strict=False)
-    return len(claims) == len(margins) and all(abs(a - b) <= 1e-9 * size for a, b in pairs)
-
-
 def _near_problems(row: schema.NearImageFields, proven: around.NearImage) -> Iterator[str]:
     """Yield what does not follow: bounds below those proven again, radii above them."""
     if row.prediction != proven.prediction:
@@ -351,15 +336,20 @@ def _near_problems(row: schema.NearImageFields, proven: around.NearImage) -> Ite
     upper = proven.upper.tolist()
     if len(row.upper) != len(upper):
         yield f"{len(row.upper)} margins are stated, the network has {len(upper)}"
-    if not _same_margins(row.margins, proven.margins.tolist()):
+    margins = proven.margins.tolist()
+    off = 1e-9 * max(map(abs, margins), default=0.0)  # another machine's rounding in float64
+    pairs = zip(row.margins, margins, strict=False)
+    if len(row.margins) != len(margins) or any(not abs(a - b) <= off for a, b in pairs):
         yield "the margins at the image are other ones"
     elif row.rival != proven.rival:
         yield f"class {row.rival} is the nearest, as is stated, and {proven.rival} is"
     slopes = [(slope, bound) for slope, bound in zip(row.lower, upper) if slope is not None]
     if len(row.lower) != len(upper) or any(slope > bound for slope, bound in slopes):
         yield "a slope is stated that is above what is proven"
-    pairs = [*zip(row.upper, upper, strict=False), (row.logits_upper, proven.logits)]
-    for claimed, bound in pairs:
+    for claimed, bound in [
+        *zip(row.upper, upper, strict=False),
+        (row.logits_upper, proven.logits),
+    ]:
         if float(claimed) * (1 + SLACK) < bound and float(claimed) < math.inf:
             yield f"{threat.rounded_down(claimed, 9)} is stated, {threat.rounded_up(bound, 9)} is proven"
     radii = (row.certified, proven.radius), (row.certified_by_integral, proven.by_integral)

@@ -5,7 +5,7 @@ section 1.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -43,12 +43,19 @@ Reach = tuple[Tensor, Tensor]
 
 def norm1(x: Tensor, reach: Reach | None = None) -> Tensor:
     """sum |x| along the first axis, or sup x.e over a box of that reach, rounded up."""
-    return up(_summed(x, torch.abs, reach), len(x))
+    first, *others = (piece.abs().sum(0) for piece in _pieces(x, reach))
+    for total in others:
+        first += total
+    return up(first, len(x))
 
 
 def norm2(x: Tensor, reach: Reach | None = None) -> Tensor:
     """sqrt(sum x^2) along axis 0, or sup x.e over |e|_2 <= 1 of that reach, rounded up."""
-    return up(_summed(x, torch.square, reach).sqrt(), len(x))
+    pieces = _pieces(x, reach)
+    squares = next(pieces).square()
+    for piece in pieces:  # one pass over memory, where squares and their sums are two
+        squares[: len(piece)].addcmul_(piece, piece)
+    return up(squares.sum(0).sqrt(), len(x))
 
 
 def reached(x: Tensor, reach: Reach) -> Tensor:
@@ -57,16 +64,12 @@ def reached(x: Tensor, reach: Reach) -> Tensor:
     return torch.where(x > 0, x * rise, x * fall)
 
 
-def _summed(x: Tensor, term: Callable[[Tensor], Tensor], reach: Reach | None = None) -> Tensor:
-    """sum term(x) along axis 0, in pieces that fit the processor's cache (7 times faster)."""
-    if x.numel() <= _CACHED:
-        return term(x if reach is None else reached(x, reach)).sum(0)
-    total = x.new_zeros(x.shape[1:])
-    size = max(1, _CACHED // total.numel())
-    parts = None if reach is None else zip(*(part.split(size) for part in reach), strict=True)
-    for piece in x.split(size):
-        total += term(piece if parts is None else reached(piece, next(parts))).sum(0)
-    return total
+def _pieces(x: Tensor, reach: Reach | None) -> Iterator[Tensor]:
+    """Yield the columns in pieces that fit the processor's cache (7 times faster), as `reached`."""
+    size = max(1, _CACHED * len(x) // max(1, x.numel()))
+    parts = () if reach is None else zip(*(part.split(size) for part in reach), strict=True)
+    pieces = x.split(size)
+    return map(reached, pieces, parts) if reach is not None else iter(pieces)
 
 
 _AT_ONCE = 32
@@ -120,8 +123,8 @@ def matrices(columns: Tensor, count: int) -> Tensor:
     flat = columns.flatten(1) * weights(
         count, diagonal=1.0, off_diagonal=0.5**0.5, like=columns, axes=1
     )
-    by_place = flat.index_select(0, places(count).to(flat.device))
-    return by_place.T.contiguous().view(-1, count, count)  # faster than writing both triangles
+    index = places(count).to(flat.device).expand(flat.shape[1], -1)
+    return flat.T.gather(1, index).view(-1, count, count)  # faster than writing both triangles
 
 
 def quadratic_radius(columns: Tensor, plain: Tensor, count: int) -> Tensor:
@@ -130,7 +133,7 @@ def quadratic_radius(columns: Tensor, plain: Tensor, count: int) -> Tensor:
     |M|_2 <= |M^4|_F^{1/4}; with computed S = M^2 + E, T = S^2 + E', |E|_F <= gamma |M|_F^2, |E'|_F <= gamma |S|_F^2, so that
     |M|_2^2 <= sqrt(|T|_F + |E'|_F) + |E|_F. And |M|_2 <= |M|_F.
     """
-    if not columns.numel():
+    if not columns.numel() or bool((plain <= 2 * TINY).all()):
         return plain
     lengths = []
     for piece in columns.flatten(1).split(_AT_ONCE, 1):

@@ -23,6 +23,8 @@ _ROUNDING = 2.0**-40
 """Of sizes, in the weight of a matrix that may cancel to 0."""
 _STRIP = 96
 """Rows of a product with its own transpose that are computed at once."""
+_MOST = 0.7
+"""Part of the columns that may be left before they are worth a copy."""
 
 
 class Gram(NamedTuple):
@@ -64,7 +66,7 @@ class Gram(NamedTuple):
 
         matrix = of_rows(of_rows(self.matrix, image.apply).mT, image.apply)
         sizes = up(of_rows(self.lengths[:, None], image.absolute)[:, 0], image.terms)
-        return Gram((matrix + matrix.mT) / 2, 2 * (self.terms + 2 * image.terms), sizes)
+        return Gram(matrix, 2 * (self.terms + 2 * image.terms), sizes)
 
 
 Part = tuple[Tensor, int] | Gram
@@ -84,15 +86,23 @@ def scaled_parts(parts: list[Part], factor: Tensor) -> list[Part]:
     ]
 
 
-def as_fibre(x: Form) -> Form:
-    """Return x with all its entries in one fibre, (1, N), once for all readers of its Grams."""
-    name = f"joined {x.space.limit} {x.space.by_fibres}"  # a form may be read with another space
-    return x.once(name, lambda: _as_fibre(x, x.image_of))
+def as_fibre(x: Form, *, for_grams: bool = False) -> Form:
+    """Return x with all its entries in one fibre, (1, N), once for all readers of its Grams.
+
+    Args:
+        for_grams: without columns that its Grams do not need.
+    """
+    # a form may be read with another space
+    name = f"joined {x.space.limit} {x.space.by_fibres} {for_grams}"
+    return x.once(name, lambda: _as_fibre(x, x.image_of, for_grams))
 
 
-def _as_fibre(x: Form, image: Image | None) -> Form:
+def _as_fibre(x: Form, image: Image | None, for_grams: bool) -> Form:
+    direct = image is None or image.source.centre.numel() > x.centre.numel()  # and closer
+    if for_grams and not direct:  # all but the ball part is read in the image's source
+        x = replace(x, space=replace(x.space, squares=False), gens=x.ball, blocks=())
     whole = replace(x, image_of=None).linear(lambda t: t.reshape(len(t), 1, -1))
-    if image is None or image.source.centre.numel() > x.centre.numel():  # directly, and closer
+    if image is None or direct:
         return whole
 
     def of_one_fibre(run: Linear) -> Linear:
@@ -159,7 +169,7 @@ def enclosing(parts: Iterable[Part], slack: Tensor) -> Gram:
     for part in parts:
         if isinstance(part, Gram):  # any length will do
             length = part.length
-            gram = gram + part.matrix / length[:, None, None]
+            gram.addcdiv_(part.matrix, length[:, None, None])
             if part.sizes is not None:
                 square = part.sizes.square() / length[:, None]
                 squares = square if squares is None else squares + square
@@ -167,36 +177,45 @@ def enclosing(parts: Iterable[Part], slack: Tensor) -> Gram:
             terms += part.terms
             continue
         columns, width = part
-        grouped = columns.unflatten(0, (-1, width))
         # one axis after the other: five times as fast
-        length = torch.linalg.vector_norm(grouped, dim=3).norm(dim=1)
+        norms = [torch.linalg.vector_norm(strip, dim=2) for strip in columns.split(_STRIP, 2)]
+        length = torch.stack(norms).norm(dim=0).unflatten(0, (-1, width)).norm(dim=1)
         if not bool(length.any()):  # below 1e-150, which `factor`'s room is above
             continue
         length = length + TINY
-        if len(length) == 1:  # scaled once it is small
-            gram = gram + _outer(columns.movedim(0, -1)) / length[0, :, None, None]
-        else:
-            scaled = (grouped / length.sqrt()[:, None, :, None]).flatten(0, 1).movedim(0, -1)
-            gram = gram + _outer(scaled)
+        _add_outer(gram, columns, norms, length.repeat_interleave(width, 0))
         total = total + norm1(length)
         terms += len(columns)
-    result = Gram(total[:, None, None] * gram, terms + 16)
+    for start in range(0, gram.shape[-1], _STRIP):
+        end = start + _STRIP
+        gram[:, end:, start:end] = gram[:, start:end, end:].mT
+    result = Gram(gram.mul_(total[:, None, None]), terms + 16)
     if squares is None:
         return result
     # the diagonal has what all other parts add
     return result._replace(sizes=up((result.lengths.square() + total[:, None] * squares).sqrt(), 8))
 
 
-def _outer(matrix: Tensor) -> Tensor:
-    """Return X X^T, (.., d, k) -> (.., d, d), from strips above its diagonal."""
-    width = matrix.shape[-2]
-    out = matrix.new_empty(*matrix.shape[:-1], width)
-    for start in range(0, width, _STRIP):
-        end = min(start + _STRIP, width)
-        strip = matrix[..., start:end, :] @ matrix[..., start:, :].mT
-        out[..., start:end, start:] = strip
-        out[..., end:, start:end] = strip[..., end - start :].mT
-    return out
+def _add_outer(gram: Tensor, columns: Tensor, norms: list[Tensor], lengths: Tensor) -> None:
+    """Add sum_k x_k x_k^T / lengths_k of each fibre to strips of rows from the diagonal on.
+
+    Most symbols are of few fibres, or of few entries of a long one: what is 0 is left out.
+
+    Args:
+        gram: (fibres, d, d); columns (k, fibres, d); norms: of each strip, 0 where columns are;
+            lengths: (k, fibres).
+    """
+    sparse = any(int(norm.count_nonzero()) <= _MOST * norm.numel() for norm in norms)
+    for some in [slice(i, i + 1) for i in range(len(gram))] if sparse else [slice(None)]:
+        for start, norm in zip(range(0, columns.shape[-1], _STRIP), norms, strict=True):
+            strip = columns[:, some, start : start + _STRIP]
+            rest = columns[:, some, start:]
+            inverse = 1 / lengths[:, some]
+            used = norm[:, some].any(1).nonzero()[:, 0]
+            if len(used) <= _MOST * len(columns):
+                strip, rest, inverse = strip[used], rest[used], inverse[used]
+            strip = (strip * inverse[..., None]).permute(1, 2, 0)
+            gram[some, start : start + _STRIP, start:].baddbmm_(strip, rest.movedim(0, 1))
 
 
 def of_products(first: Gram, second: Gram, scale: Tensor) -> Tensor:
@@ -238,19 +257,33 @@ def factor(gram: Gram) -> Tensor:
 
     R is a Cholesky factor of gram + room, proven by its residue; or sqrt(trace) where that fails.
     """
-    matrix = gram.matrix
-    width = matrix.shape[-1]
-    eye = torch.eye(width, dtype=matrix.dtype, device=matrix.device)
+    width = gram.matrix.shape[-1]
     # trace of G, above the computed one; and of the matrix of sizes, which is no less
-    trace = up(gram.lengths.square().sum(-1), gram.terms + width)[..., None, None]
+    trace = up(gram.lengths.square().sum(-1), gram.terms + width)
     rounding = gamma(gram.terms) * trace  # the Frobenius norm of what the matrix may be off by
     room = 2 * rounding + 16 * gamma(width) * trace
-    raised = matrix + room * eye
+    raised = gram.matrix.clone()
+    raised.diagonal(dim1=-2, dim2=-1).add_(room[:, None])
     lower, failed = torch.linalg.cholesky_ex(raised)
-    residue = torch.linalg.matrix_norm(raised - lower @ lower.mT)[..., None, None]
     lost_in_factor = rounding + gamma(2 * width + 16) * (trace + 2 * width * room)
-    proven = (failed == 0)[..., None, None] & (up(residue + lost_in_factor, width * width) <= room)
-    return torch.where(proven, lower, up(trace.sqrt(), 4) * eye)
+    missing = up(_residue(raised, lower) + lost_in_factor, width * width)
+    proven = (failed == 0) & (missing <= room)
+    if bool(proven.all()):
+        return lower
+    ball = up(trace.sqrt(), 4)[:, None, None] * torch.eye(width).to(lower)  # NaN is not bounded
+    return torch.where(proven[:, None, None], lower, ball)
+
+
+def _residue(matrix: Tensor, lower: Tensor) -> Tensor:
+    """Return |A - L L^T|_F of symmetric A, from rows beyond the diagonal: (.., d, d) -> (..)."""
+    squares = matrix.new_zeros(len(matrix))
+    for start in range(0, matrix.shape[-1], _STRIP):
+        rows = lower[:, start : start + _STRIP, : start + _STRIP]  # 0 beyond
+        columns = lower[:, start:, : start + _STRIP].mT
+        rest = matrix[:, start : start + _STRIP, start:].baddbmm(rows, columns, alpha=-1)
+        squares += 2 * torch.linalg.vector_norm(rest, dim=(1, 2)).square()
+        squares -= torch.linalg.vector_norm(rest[..., :_STRIP], dim=(1, 2)).square()
+    return squares.sqrt()
 
 
 def pairing(first: Tensor, second: Tensor) -> Tensor:
@@ -326,7 +359,7 @@ def narrowed(x: Form) -> Form:
     for block, part in runs(x.box, x.blocks):
         if block.of_fibres and block.width > width:
             groups = fibres(part).unflatten(0, (-1, block.width)).permute(0, 2, 3, 1).flatten(0, 1)
-            roots = factor(Gram(_outer(groups), block.width)).unflatten(
+            roots = factor(Gram(groups @ groups.mT, block.width)).unflatten(
                 0, (-1, fibres(part).shape[1])
             )
             part = roots.permute(0, 3, 1, 2).reshape(-1, *x.shape)

@@ -161,7 +161,7 @@ def matrix_product(x: Form, y: Form, contract: Bilinear, *, keyed: bool) -> Form
         return None
     if not may_join(x.shape, y.shape, (shape[0], rows, columns)) or columns == 1:
         return None
-    first, second = as_fibre(x), as_fibre(y)
+    first, second = (as_fibre(form, for_grams=True) for form in (x, y))
     other_rest, other = (
         _with_columns_last(gram, shape) if keyed else gram
         for gram in (rest_gram(second), whole_gram(second))

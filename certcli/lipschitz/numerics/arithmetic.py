@@ -84,7 +84,7 @@ class Arithmetic:
         self, weight: Tensor, error: float, geometry: Geometry, name: str = ""
     ) -> Scalar:
         """Return the norm of a zero-padded convolution whose operator is off by at most `error`."""
-        return as_real(conv_norm(weight.detach(), **vars(geometry))) + as_real(error)
+        return as_real(conv_norm(weight.detach(), geometry)) + as_real(error)
 
     def length(self, vector: Matrix | None) -> Scalar:
         """Return the norm of a vector (n, 1); 0 for none, such as a bias that is absent."""

@@ -42,7 +42,7 @@ the zero-padded one and the lag form are proven above.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -52,9 +52,6 @@ from certcli.lipschitz.numerics.eigenvalues import largest_of_chunks
 from certcli.lipschitz.numerics.outward import gamma, root_up, scale_to_unit, unscale, up
 from certcli.lipschitz.numerics.spectral import spectral_norms
 from certcli.system.errors import UsageError
-
-Sizes = int | Sequence[int]
-Padding = int | Sequence[int] | Sequence[Sequence[int]]
 
 _CHUNK_ENTRIES = {
     "cpu": 2**17,
@@ -115,40 +112,24 @@ class _Axis:
         return -(-max(self.size + max(self.before, self.after), self.extent) // self.stride)
 
 
-def conv_norm(
-    weight: Tensor,
-    *,
-    stride: Sizes,
-    padding: Padding,
-    dilation: Sizes,
-    groups: int,
-    input_size: Sizes,
-    transposed: bool = False,
-) -> float:
+def conv_norm(weight: Tensor, geometry: Geometry) -> float:
     """|conv(x)|_2 <= value |x|_2 for every image x of input_size, zero padding, the bias left out.
 
     Args:
         weight: (out, in / groups, k) or (out, in / groups, k, k') as in torch's convolutions, for
             `transposed` (in, out / groups, ...); any float dtype.
-        stride, dilation, input_size: one number or one per axis (pixels).
-        padding: the same, or (before, after) per axis; not circular and reflecting padding, whose
-            operators are larger.
-        transposed: covers every output padding that torch accepts.
+        geometry: not of circular or reflecting padding, whose operators are larger.
 
     Errors: CheckpointError on NaN or infinite weights, UsageError on a geometry that cannot be.
 
     Source: this module's docstring.
     """
-    axes = _geometry_axes(weight, stride, padding, dilation, input_size, transposed)
-    if groups < 1 or len(weight) % groups:
-        raise UsageError(f"{len(weight)} channels cannot be split into {groups} groups")
+    axes = geometry_axes(weight, geometry)
     with torch.no_grad():
         scaled, exponent = scale_to_unit(weight)
         if scaled is None:
             return 0.0
-        kernels = scaled.reshape(
-            groups, len(weight) // groups, weight.shape[1], axes[0].kernel, axes[1].kernel
-        )
+        kernels = grouped_kernels(scaled, geometry)
         bounds = [
             up(
                 _largest_norm(kernels.flatten(2))
@@ -165,46 +146,29 @@ def conv_norm(
         return unscale(min(bounds), exponent)
 
 
-def _geometry_axes(
-    weight: Tensor,
-    stride: Sizes,
-    padding: Padding,
-    dilation: Sizes,
-    input_size: Sizes,
-    transposed: bool,
-) -> list[_Axis]:
-    if weight.ndim not in (3, 4):
-        raise UsageError(f"a convolution has a weight of 3 or 4 dimensions, not {weight.ndim}")
-    if isinstance(padding, str):
-        raise UsageError(
-            f"padding '{padding}' depends on the layer: give the numbers of padded pixels"
-        )
+def grouped_kernels(weight: Tensor, geometry: Geometry) -> Tensor:
+    """Return a weight as (g, out / g, in / g, k, k'), of one axis with k = 1."""
+    if len(weight) % geometry.groups:
+        raise UsageError(f"{len(weight)} channels cannot be split into {geometry.groups} groups")
+    whole = weight if weight.ndim == 4 else weight.unsqueeze(2)
+    return whole.unflatten(0, (geometry.groups, -1))
+
+
+def geometry_axes(weight: Tensor, geometry: Geometry) -> list[_Axis]:
+    """Return both axes; UsageError where a window does not fit."""
     count = weight.ndim - 2
-
-    def per_axis(value: Sizes, name: str, minimum: int) -> list[int]:
-        values = [value] * count if isinstance(value, int) else list(value)
-        if len(values) == 1:
-            values = values * count
-        if len(values) != count or any(entry < minimum for entry in values):
-            raise UsageError(f"{name} {value} does not fit a convolution of {count} axes")
-        return values
-
-    pairs = padding
-    if not isinstance(padding, int) and any(not isinstance(entry, int) for entry in padding):
-        before = per_axis([pair[0] for pair in padding], "padding", 0)  # type: ignore[index]
-        after = per_axis([pair[1] for pair in padding], "padding", 0)  # type: ignore[index]
-    else:
-        before = after = per_axis(pairs, "padding", 0)  # type: ignore[arg-type]
+    if count not in (1, 2):
+        raise UsageError(f"a convolution has a weight of 3 or 4 dimensions, not {weight.ndim}")
     axes = []
-    for kernel, step, spread, first, last, size in zip(
+    for kernel, step, spread, (first, last), size in zip(
         weight.shape[2:],
-        per_axis(stride, "stride", 1),
-        per_axis(dilation, "dilation", 1),
-        before,
-        after,
-        per_axis(input_size, "input size", 1),
+        geometry.stride,
+        geometry.dilation,
+        geometry.padding,
+        geometry.input_size,
+        strict=True,
     ):
-        if transposed:
+        if geometry.transposed:
             # The adjoint of a convolution of the output image. A larger image has a larger norm, so
             # the largest output padding that torch allows covers all of them.
             size = (size - 1) * step - first - last + spread * (kernel - 1) + max(step, spread)

@@ -28,10 +28,11 @@ from certcli.lipschitz.numerics.convolution import (
     _Axis,
     _dense_operator,
     _frequency_chunks,
-    _geometry_axes,
     _is_small,
     _polyphase,
     _waves,
+    geometry_axes,
+    grouped_kernels,
 )
 
 COLD = 30
@@ -100,18 +101,8 @@ def convolution_estimate(
         vectors: what `name` iterates on, renewed in place.
         iterations: of this call.
     """
-    axes = _geometry_axes(
-        weight,
-        geometry.stride,
-        geometry.padding,
-        geometry.dilation,
-        geometry.input_size,
-        geometry.transposed,
-    )
-    groups = geometry.groups
-    kernels = weight.reshape(
-        groups, len(weight) // groups, weight.shape[1], axes[0].kernel, axes[1].kernel
-    )
+    axes = geometry_axes(weight, geometry)
+    kernels = grouped_kernels(weight, geometry)
     if all(axis.windows_per_pixel == 1 and axis.holds_a_window for axis in axes):
         return estimated_block_norms(kernels.flatten(2), vectors, name, iterations).max().double()
     frequencies = math.prod(axis.torus for axis in axes) // 2 + 1

@@ -30,15 +30,14 @@ from certcli.system.errors import raise_if
 
 _FARTHEST = 30.0
 """Differences of scores beyond +-30 make exp's relaxation useless; the radius is then refused."""
-_FEW = 2**10
-"""Products in a product of matrices, below which many of them are computed as fewer large ones."""
 
 
 def matrices_times(a: Tensor, b: Tensor) -> Tensor:
-    """Return a b, (.., i, j) x (.., j, e) -> (.., i, e), leading axes broadcast."""
-    if a.shape[-2] * b.shape[-2] * b.shape[-1] > _FEW:
-        return a @ b
-    return torch.einsum("...ij,...je->...ie", a, b).contiguous()
+    """Return a b, (.., i, j) x (.., j, e) -> (.., i, e), leading axes broadcast.
+
+    Many small products are a few large ones; `@` would repeat what is broadcast.
+    """
+    return torch.einsum("...ij,...je->...ie", a, b)
 
 
 SCORES = Bilinear(lambda a, b: matrices_times(a, b.mT), lambda r, b: r @ b, lambda a, r: r.mT @ a)
