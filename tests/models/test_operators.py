@@ -21,6 +21,7 @@ from certcli.models.onnx.file import read_model
 from certcli.models.onnx.open import network_of_onnx
 from certcli.system.errors import ArchitectureError, CertvitError, CheckpointError
 from tests.helpers.commands import attempt
+from tests.helpers.grids import EVERY
 from tests.helpers.onnx_graph import SIZE as GREY
 from tests.helpers.onnx_graph import Node, graph_of
 from tests.models.test_onnx import NETWORKS, SIZE, filled, margins_near
@@ -225,12 +226,12 @@ def test_a_program_has_the_bound_of_its_module(name: str, images: int) -> None:
     pixels = torch.rand(2, *SIZE)
     upper = certvit.bound(native).upper
     assert upper.finite
-    margins = margins_near(native, pixels[:1])
     for source in (program, program.module()):
         opened = certvit.load(source, **PIXELS)
         assert opened.record.input.size == SIZE
         assert certvit.bound(opened).upper.log10() == upper.log10()
-        if source is program:
+        if source is program and (name == "vit" or EVERY):
+            margins = margins_near(native, pixels[:1])
             assert margins_near(opened, pixels[:1]) == pytest.approx(margins, rel=1e-6)
         # sums of the same numbers, in the order of a fused attention or of a written one
         assert torch.allclose(

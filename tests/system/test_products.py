@@ -181,8 +181,8 @@ WATCHED = (
     "contextlib.py",
 )
 """Files in whose lines the timer rings: those that enter and leave modes."""
-EVERY = 7
-"""Each case of the test rings in every seventh line."""
+EVERY = 15
+"""Each case of the test rings in every fifteenth line."""
 FIRST = range(EVERY) if grids.EVERY else (0,)
 
 
