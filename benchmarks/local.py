@@ -31,9 +31,15 @@ def certifier(model, *options, **named):
         from certcli.certify.local_options import Local
     return LocalCertifier(model, (1, 8, 8), Local(*options, **named))
 def walks(model, pixels, radius, *options, **named):
-    run = certifier(model, *options, **named)
-    labels = model(pixels).argmax(1).tolist()
+    run = certifier(model, *options, at=(radius,), **named)
+    tops = model(pixels).argmax(1)
+    labels = tops.tolist()
     run.proven(pixels[:1], labels[0], radius)
+    def together():
+        walked = run.together(pixels, tops)
+        return [run.radius(pixels[i : i + 1], j, walked[i]) for i, j in enumerate(labels)]
+    if hasattr(run, "together"):
+        return together
     return lambda: [run.proven(pixels[i : i + 1], j, radius) for i, j in enumerate(labels)]
 def around(model, pixels):
     from certcli.certify.around import Around, AroundImages

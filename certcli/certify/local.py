@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.enclosure.zonotopes.cuts import WALKS, Remainder, everywhere_positive
 from certcli.enclosure.zonotopes.domain import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.form import Form, Unbounded
-from certcli.enclosure.zonotopes.margins import Further, optimised
+from certcli.enclosure.zonotopes.margins import Further, lower_bounds, optimised
 from certcli.enclosure.zonotopes.network import (
     LocalNetwork,
     affordable,
@@ -51,6 +52,13 @@ FURTHER = 4
 _ASCENT = 20
 """Steps that search for another class before them, each a quarter of the radius."""
 _FEWEST = 64
+_AT_ONCE = 8
+"""Images in one walk: with 16 it is no faster."""
+_SMALL = 512
+"""Entries of the largest sum up to which a walk of one image is slow by the number of its operations;
+beyond, several at once gain nothing."""
+_VAIN = 3
+"""Walks of several images that end without enclosures, after which no more are tried."""
 _FIRST = 1e-2
 """The radius of the first walk of a search."""
 _HINT = "--method smoothing takes any network"
@@ -73,7 +81,6 @@ class LocalCertifier(ProvingCertifier):
     """
 
     method = METHOD
-    at_once = 1
 
     def __init__(
         self,
@@ -103,6 +110,8 @@ class LocalCertifier(ProvingCertifier):
         self._symbols_asked = symbols
         self.most_symbols = 0
         self.network = self._enclosed()
+        self.at_once = self._images_at_once()
+        self._vain = 0
         self.title = f"an enclosure of each image's neighbourhood, {forecast.symbols_text(self)}"
         if self.at:
             self.title += "; the radii asked for are decided, no others tried"
@@ -131,6 +140,16 @@ class LocalCertifier(ProvingCertifier):
         decides = bool(self.effort == AUTO and self.at) and self.walked == ZONOTOPE
         self.cuts = WALKS if branches else FURTHER if decides else 0
         return network
+
+    def _images_at_once(self) -> int:
+        """Return how many images share a walk: several where radii are asked for, and memory lasts."""
+        _, stream, _, _ = self.network.sizes()
+        decides = bool(self.at) and self.walked == ZONOTOPE and self.effort != BRANCH
+        if not decides or stream > _SMALL:
+            return 1
+        each = available(self._device) / _AT_ONCE
+        fits = affordable(self.network, self.squares, self.most_symbols, each) == self.symbols
+        return _AT_ONCE if fits else 1
 
     def _fitting(self, network: LocalNetwork) -> int | None:
         """Return the symbols that fit into memory; None: not even the image's own."""
@@ -190,14 +209,14 @@ class LocalCertifier(ProvingCertifier):
         images = pixels.double().to(self._device)
         started = time.perf_counter()
         self._weights.require_unchanged()
-        with certificate.whole_batch(images):
-            logits = self.model(images)
+        logits = torch.cat([self.model(image) for image in images.split(1)])
         certificate.require_logits(logits, images)
         predictions = logits.argmax(1)
         results: list[Found] = [(0.0, self.rung, {})] * len(images)
-        for i, (top, label) in enumerate(zip(predictions.tolist(), labels, strict=True)):
-            if top == label:
-                results[i] = self._best(images[i : i + 1], label)
+        right = [i for i, label in enumerate(labels) if int(predictions[i]) == label]
+        margins = self.together(images[right], predictions[right])
+        for i, walked in zip(right, margins, strict=True):
+            results[i] = self._best(images[i : i + 1], labels[i], walked)
         seconds = round((time.perf_counter() - started) / max(1, len(images)), 3)
         rows = zip(indices, labels, predictions.tolist(), results, strict=True)
         certificates = [
@@ -207,12 +226,37 @@ class LocalCertifier(ProvingCertifier):
         self.require_classes_as_run(certificates, images)
         return certificates
 
-    def _best(self, image: Tensor, label: int) -> Found:
+    def together(self, images: Tensor, labels: Tensor) -> list[dict[float, Form]]:
+        """Return each image's margins on its neighbourhoods at the radii asked for, by walks of all.
+
+        Of a larger radius where those at the one before are positive; nothing where each image must
+        be walked alone.
+        """
+        margins: list[dict[float, Form]] = [{} for _ in images]
+        places = list(range(len(images)))
+        for radius in (r * (1 + BEYOND) for r in self.at):
+            if len(places) < 2 or self.at_once == 1 or self._vain == _VAIN:
+                break
+            try:
+                start = self.start(images[places], radius, in_box=self.domain == "box")
+                forms = self.network.margin_form(start, labels[places])
+            except (Unbounded, NoRule, MemoryError, RuntimeError) as failure:
+                if isinstance(failure, RuntimeError) and not out_of_memory(failure):
+                    raise
+                self._vain += 1
+                break
+            for row, place in enumerate(places):
+                margins[place][radius] = forms.of_image(row)
+            positive = (lower_bounds(forms) > 0).all(1).tolist()
+            places = [place for place, holds in zip(places, positive, strict=True) if holds]
+        return margins
+
+    def _best(self, image: Tensor, label: int, walked: Mapping[float, Form]) -> Found:
         """Return one image's radius, its rung, and the splits that its proof took."""
         if self.effort == BRANCH:
             branched = self.branched(image, label)
             return branched.radius, self.rung, branched.splits.to_json()
-        radius, rung = self.radius(image, label), self.rung
+        radius, rung = self.radius(image, label, walked), self.rung
         self._by_cuts = False
         return radius, rung, {}
 
@@ -271,11 +315,17 @@ class LocalCertifier(ProvingCertifier):
         further = replay(int(label), claim.splits) if self.effort == BRANCH else optimised
         return self.proven(image, int(label), radius, further)
 
-    def radius(self, image: Tensor, label: int) -> float:
-        """Return a pixel radius that proves every margin of `label`."""
+    def radius(
+        self, image: Tensor, label: int, walked: Mapping[float, Form] = MappingProxyType({})
+    ) -> float:
+        """Return a pixel radius that proves every margin of `label`.
+
+        Args:
+            walked: margins at radii that were walked.
+        """
         if self.effort == BRANCH:
             return self.branched(image, label).radius
-        holds = lambda r: self.proven(image, label, r)  # noqa: E731
+        holds = lambda r: self.proven(image, label, r, margins=walked.get(r))  # noqa: E731
         if self.at:
             # a certificate holds at what its radius exceeds
             proven_radii = itertools.takewhile(holds, (r * (1 + BEYOND) for r in self.at))
@@ -301,17 +351,21 @@ class LocalCertifier(ProvingCertifier):
         radius: float,
         further: Further = optimised,
         until: float = math.inf,
+        margins: Form | None = None,
     ) -> bool:
         """Tell whether no image (1, c, h, w) within `radius` is classified as anything but `label`.
 
         `further` bounds margins that are not proven without; from `until` on nothing more is cut.
+        margins: there, where they were walked.
         """
         in_box = self.domain == "box"
         try:
-            start = self.start(image, radius, in_box=in_box)
+            if margins is None:
+                start = self.start(image, radius, in_box=in_box)
+                margins = self.network.margin_form(start, label)
             if not self.cuts:
-                # False with NaN
-                return bool((self.network.margins(start, label, None, further) > 0).all())
+                with torch.no_grad():
+                    return bool((lower_bounds(margins, further) > 0).all())  # False with NaN
             radii: list[float] = []
 
             def walk(centre: Tensor, radius: float) -> Form:
@@ -319,7 +373,6 @@ class LocalCertifier(ProvingCertifier):
                 part = self.start(centre, radius, in_box=in_box)
                 return self.network.margin_form(part, label)
 
-            margins = self.network.margin_form(start, label)
             self._opened = True
             near = Remainder.near(image, radius, in_box=in_box)
             fooled = partial(self.fooled, image, label, radius)

@@ -181,7 +181,7 @@ def register_convolutions(table: RuleTable, convolve: Callable[..., Any]) -> Non
         )
         weight, bias = (stored(part, x.centre) for part in (weight, bias))
         raise_if(
-            len(x.shape) != weight.dim() or x.shape[0] != 1,
+            len(x.shape) != weight.dim() or x.shape[0] != x.space.images,
             NoRule,
             "a convolution of something other than one image",
         )

@@ -193,22 +193,32 @@ METHODS = tuple(method for _, _, methods in _LIST for method in methods)
 """All names."""
 
 
+def _shape(x: Any) -> Shape:
+    return tuple(x.shape)
+
+
 def register_moves(
-    table: RuleTable, values: type | tuple[type, ...], transfer: Callable[[Any, Any, Move], Any]
+    table: RuleTable,
+    values: type | tuple[type, ...],
+    transfer: Callable[[Any, Any, Move], Any],
+    shape_of: Callable[[Any], Shape] = _shape,
 ) -> None:
     """Register all names in a domain's table. Of results that are x itself its value is returned.
 
     Args:
         values: the types of the domain's values.
         transfer: (context, value, move) -> value(s).
+        shape_of: the shape of the tensor that was traced where a value stands for several.
     """
     for describe, functions, methods in _LIST:
-        rule = _move_rule(describe, values, transfer)
+        rule = _move_rule(describe, values, transfer, shape_of)
         table.function(*functions)(rule)
         table.method(*methods)(rule)
 
 
-def _move_rule(describe: Describe, values: Any, transfer: Any) -> Any:
+def _move_rule(
+    describe: Describe, values: Any, transfer: Any, shape_of: Callable[[Any], Shape]
+) -> Any:
     def depends(x: Any) -> bool:
         parts = [x.start, x.stop, x.step] if isinstance(x, slice) else x
         several = isinstance(parts, (list, tuple))
@@ -233,7 +243,7 @@ def _move_rule(describe: Describe, values: Any, transfer: Any) -> Any:
         )
         if any(isinstance(other, torch.dtype) for other in others):
             raise NoRule("a view as another dtype")
-        shape = tuple(x.shape)
+        shape = shape_of(x)
         if described.stays(shape):
             return [x] if described.several(shape) else x
         return transfer(ctx, x, described)

@@ -20,6 +20,7 @@ from certcli.certify.methods import METHODS, options_of_method, prepare_method
 from certcli.certify.options import Effort, Local
 from certcli.checkpoint.record import InputSpec
 from certcli.enclosure.zonotopes.domain import l2_ball, linf_ball
+from certcli.enclosure.zonotopes.form import Form
 from certcli.evaluation.threat import Norm
 from certcli.models import build
 from certcli.models.build import load_double
@@ -279,16 +280,16 @@ def test_radii_that_are_asked_for_are_decided_in_a_walk_each(
     )
     limit = "at most" if effort == "zonotope" else "about"  # which may take a few more
     assert f"{limit} 2 for an image" in certifier.expected(4, TWO_PIXELS)
-    asked = list[float]()
-    walk = certifier.proven
+    asked = list[int]()
+    walk = certifier.network.last_form
 
-    def counted(image: torch.Tensor, label: int, radius: float) -> bool:
-        asked.append(radius)
-        return walk(image, label, radius)
+    def counted(start: Form, *named: Any) -> Form:
+        asked.append(start.space.images)
+        return walk(start, *named)
 
-    monkeypatch.setattr(certifier, "proven", counted)
+    monkeypatch.setattr(certifier.network, "last_form", counted)
     rows = certifier.batch(range(4), images, tops)
-    assert len(asked) == 8
+    assert asked == [4, 4]
     assert all(row.radius > smallest / 2 for row in rows)
     assert {row.rung for row in rows} == {"zonotope"}
     assert "decided" in certifier.title

@@ -10,8 +10,10 @@ from certcli.enclosure.zonotopes import columns, ellipsoids
 from certcli.enclosure.zonotopes.backward import lower
 from certcli.enclosure.zonotopes.columns import (
     Block,
+    add_products,
     gamma,
     lengths,
+    pairs,
     reach_of,
     reach_of_differences,
 )
@@ -73,6 +75,49 @@ def test_a_poor_factor_is_not_taken(off: float, rank: int, monkeypatch: pytest.M
 def test_what_is_not_finite_has_no_ellipsoid() -> None:
     gram = torch.full((1, 2, 2), torch.nan).double()
     assert not bool((factor(Gram(gram, 2)) < 1e300).any())
+
+
+@pytest.mark.parametrize("width", [4, 97, 193])
+@pytest.mark.parametrize("share", [0.1, 0.6, 1.0])
+def test_what_is_left_out_of_a_sum_of_columns_is_zero(width: int, share: float) -> None:
+    """Columns of few fibres, and of few entries of a long one, beside the formula of (1.2)."""
+    generator = torch.Generator().manual_seed(width)
+    columns = draw(60, 3, width, seed=5)
+    columns *= torch.rand(60, 3, 1, generator=generator) < share
+    columns[:, :, ::2] *= torch.rand(60, 3, 1, generator=generator) < share
+    columns[:, :, -width // 4 :] *= torch.rand(60, 3, 1, generator=generator) < share
+    slack = draw(3, width, seed=6).abs()
+    groups = columns.unflatten(0, (30, 2))
+    length = groups.square().sum((1, 3)).sqrt()
+    whole = torch.einsum("gkfi,gkfj,gf->fij", groups, groups, 1 / length.clamp_min(1e-150))
+    total = length.sum(0) + slack.sum(1)
+    expected = total[:, None, None] * (whole + torch.diag_embed(slack))
+    made = enclosing([(columns, 2)], slack).matrix
+    torch.testing.assert_close(made, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("width", [5, 96, 97, 200])
+def test_a_residue_is_of_all_entries(width: int) -> None:
+    matrix = draw(2, width, width, seed=7)
+    matrix = matrix + matrix.mT
+    lower = draw(2, width, width, seed=8).tril()
+    expected = torch.linalg.matrix_norm(matrix - lower @ lower.mT)
+    torch.testing.assert_close(ellipsoids._residue(matrix, lower), expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("entries", [3, 300])
+def test_columns_of_products_are_of_both_factors(entries: int) -> None:
+    """(A e)(B e) at each entry, one by one and where the columns lie."""
+    first = draw(5, entries, seed=9)
+    second = draw(5, entries, seed=10)
+    columns = draw(15, entries, seed=11)
+    made = columns.clone()
+    add_products(made, first, second)
+    e = draw(5, 1, seed=12)
+    a, b = pairs(5)
+    symbols = e[a] * e[b] * torch.where(a == b, 1.0, 2**0.5)[:, None]
+    expected = (first * e).sum(0) * (second * e).sum(0)
+    torch.testing.assert_close(((made - columns) * symbols).sum(0), expected)
 
 
 def test_a_root_holds_the_sum_of_its_parts() -> None:

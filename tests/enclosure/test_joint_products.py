@@ -141,14 +141,14 @@ def in_one_ball(parts: object, slack: Tensor) -> Gram:
     return Gram(gram.matrix / 2, gram.terms)
 
 
-def without_symbols(x: Form, *_: Tensor, of_fibres: bool) -> Form:
+def without_symbols(x: Form, *_: object) -> Form:
     return x
 
 
 PLANTED: dict[str, Callable[..., object]] = {
     "of_products": first_twice,
     "enclosing": in_one_ball,
-    "grouped": without_symbols,
+    "filled": without_symbols,
 }
 
 

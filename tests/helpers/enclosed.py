@@ -5,6 +5,7 @@ measure it.
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -141,23 +142,21 @@ Walk = Callable[[Enclosed, Tensor, float, int], Walked]
 """Of the network, the image (1, c, h, w), a radius and the number of random places."""
 
 
-def _zonotopes(
-    norm: Norm, squares: int = 0, limit: int = 4000, in_box: bool = False, tape: bool = False
-) -> Walk:
+def witnesses_near(model: PixelModel, start: Form, count: int) -> list[tuple[Tensor, Tensor]]:
+    """Return places of the neighbourhood of one image, each with the image there."""
+    every = ball_places(model, start.centre, "linf" if start.space.boxed else "l2", count)
+    if start.space.reach is not None:
+        fall, rise = start.space.reach
+        every = torch.maximum(torch.minimum(every, rise), -fall)
+    return [(e, start.at(e)) for e in every]
+
+
+def _zonotopes(around: Callable[[Tensor, float], Form]) -> Walk:
     def walk(row: Enclosed, pixels: Tensor, radius: float, count: int) -> Walked:
-        if norm == "linf":
-            start = linf_ball(pixels, radius, limit=limit, tape=tape, in_box=in_box)
-        else:
-            start = l2_ball(
-                pixels, radius, squares_up_to=squares, limit=limit, tape=tape, in_box=in_box
-            )
-        every = ball_places(row.model, pixels, norm, count)
-        if start.space.reach is not None:
-            fall, rise = start.space.reach
-            every = torch.maximum(torch.minimum(every, rise), -fall)
+        start = around(pixels, radius)
         local = row.network
         logits = row.model(pixels)[0]
-        places = [(e, start.at(e)) for e in every]
+        places = witnesses_near(row.model, start, count)
         walked = Walked(int(logits.argmax()), places, local.ending.trace)
         further = optimised if len(logits) <= FEW else nothing_further
         with suppress(Unbounded), recorded(rules) as reached:
@@ -168,15 +167,17 @@ def _zonotopes(
     return walk
 
 
-ZONOTOPES: dict[str, Walk] = {
-    "l2 with squares": _zonotopes("l2", squares=128),
-    "linf": _zonotopes("linf"),
-    "l2 in the box": _zonotopes("l2", squares=128, in_box=True),
-    "l2": _zonotopes("l2"),
-    "linf in the box": _zonotopes("linf", in_box=True),
-    "l2 with few symbols": _zonotopes("l2", squares=128, limit=100),
-    "l2 and back": _zonotopes("l2", in_box=True, tape=True),
+_ball = partial(l2_ball, squares_up_to=128, limit=4000)
+STARTS: dict[str, Callable[[Tensor, float], Form]] = {
+    "l2 with squares": _ball,
+    "linf": partial(linf_ball, limit=4000),
+    "l2 in the box": partial(_ball, in_box=True),
+    "l2": partial(_ball, squares_up_to=0),
+    "linf in the box": partial(linf_ball, limit=4000, in_box=True),
+    "l2 with few symbols": partial(_ball, limit=100),
+    "l2 and back": partial(_ball, squares_up_to=0, in_box=True, tape=True),
 }
+ZONOTOPES: dict[str, Walk] = {kind: _zonotopes(around) for kind, around in STARTS.items()}
 
 
 def sample_images(count: int) -> list[Tensor]:

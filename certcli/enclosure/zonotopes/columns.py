@@ -4,6 +4,7 @@ section 1.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -38,15 +39,13 @@ def up(x: Tensor, terms: int = 0) -> Tensor:
 
 
 Reach = tuple[Tensor, Tensor]
-"""(fall, rise), (m,) each, from 0 to 1: -fall <= e <= rise entry by entry."""
+"""(fall, rise), (m,) or (m, images) each, from 0 to 1: -fall <= e <= rise entry by entry."""
 
 
 def norm1(x: Tensor, reach: Reach | None = None) -> Tensor:
     """sum |x| along the first axis, or sup x.e over a box of that reach, rounded up."""
-    first, *others = (piece.abs().sum(0) for piece in _pieces(x, reach))
-    for total in others:
-        first += total
-    return up(first, len(x))
+    sums = (piece.abs().sum(0) for piece in _pieces(x, reach))
+    return up(functools.reduce(torch.add, sums), len(x))
 
 
 def norm2(x: Tensor, reach: Reach | None = None) -> Tensor:
@@ -60,7 +59,7 @@ def norm2(x: Tensor, reach: Reach | None = None) -> Tensor:
 
 def reached(x: Tensor, reach: Reach) -> Tensor:
     """Return y, x.e <= y.e for all e of a reach of 0 or 1: what cannot help is left out."""
-    fall, rise = (part.view(-1, *[1] * (x.dim() - 1)) for part in reach)
+    fall, rise = (part[(...,) + (None,) * (x.dim() - part.dim())] for part in reach)
     return torch.where(x > 0, x * rise, x * fall)
 
 
@@ -68,10 +67,11 @@ def _pieces(x: Tensor, reach: Reach | None) -> Iterator[Tensor]:
     """Yield the columns in pieces that fit the processor's cache (7 times faster), as `reached`."""
     size = max(1, _CACHED * len(x) // max(1, x.numel()))
     parts = () if reach is None else zip(*(part.split(size) for part in reach), strict=True)
-    pieces = x.split(size)
-    return map(reached, pieces, parts) if reach is not None else iter(pieces)
+    return iter(x.split(size)) if reach is None else map(reached, x.split(size), parts)
 
 
+_FEW = 2**8
+"""Entries of a tensor whose products are made all at once."""
 _AT_ONCE = 32
 """Matrices multiplied together: 64 x 64 of them stay in the processor's cache's reach."""
 
@@ -79,8 +79,8 @@ _AT_ONCE = 32
 @cache
 def pairs(count: int) -> tuple[Tensor, Tensor]:
     """(a, b) of each column, a <= b."""
-    index = torch.triu_indices(count, count)
-    return index[0], index[1]
+    first, second = torch.triu_indices(count, count)
+    return first, second
 
 
 @cache
@@ -93,16 +93,14 @@ def places(count: int) -> Tensor:
 
 
 @cache
-def _weights(count: int, diagonal: float, off_diagonal: float, device: torch.device) -> Tensor:
+def weights(
+    count: int, diagonal: float, off_diagonal: float, device: torch.device, axes: int
+) -> Tensor:
+    """`diagonal` on columns e_a^2, `off_diagonal` on others: (columns, ...), `axes` more axes."""
     first, second = pairs(count)
     values = torch.full((len(first),), off_diagonal, dtype=torch.float64)
     values[first == second] = diagonal
-    return values.to(device)
-
-
-def weights(count: int, *, diagonal: float, off_diagonal: float, like: Tensor, axes: int) -> Tensor:
-    """`diagonal` on columns e_a^2, `beside` on others: (columns, ...) with `axes` more axes."""
-    return _weights(count, diagonal, off_diagonal, like.device).view(-1, *[1] * axes)
+    return values.to(device).view(-1, *[1] * axes)
 
 
 def folded(products: Tensor) -> Tensor:
@@ -113,16 +111,26 @@ def folded(products: Tensor) -> Tensor:
     count = len(products)
     first, second = pairs(count)
     both = products[first, second] + products[second, first]
-    return both * weights(
-        count, diagonal=0.5, off_diagonal=0.5**0.5, like=both, axes=products.dim() - 2
-    )
+    return both * weights(count, 0.5, 0.5**0.5, both.device, products.dim() - 2)
+
+
+def add_products(columns: Tensor, first: Tensor, second: Tensor) -> None:
+    """Add those of (A e) (B e), entry by entry of A and B (m, *s), to (m (m + 1) / 2, *s)."""
+    if first[0].numel() < _FEW:
+        columns += folded(first[:, None] * second[None])
+        return
+    half_of_first = first * 0.5**0.5
+    half_of_second = second * 0.5**0.5
+    # where the columns lie: what is made beside them costs more
+    for place, run in enumerate(columns.split(list(range(len(first), 0, -1)))):
+        run[0].addcmul_(first[place], second[place])
+        run[1:].addcmul_(first[place + 1 :], half_of_second[place])
+        run[1:].addcmul_(second[place + 1 :], half_of_first[place])
 
 
 def matrices(columns: Tensor, count: int) -> Tensor:
     """Return the symmetric M of each entry: (columns, *s) -> (entries, m, m)."""
-    flat = columns.flatten(1) * weights(
-        count, diagonal=1.0, off_diagonal=0.5**0.5, like=columns, axes=1
-    )
+    flat = columns.flatten(1) * weights(count, 1.0, 0.5**0.5, columns.device, 1)
     index = places(count).to(flat.device).expand(flat.shape[1], -1)
     return flat.T.gather(1, index).view(-1, count, count)  # faster than writing both triangles
 
@@ -131,19 +139,19 @@ def quadratic_radius(columns: Tensor, plain: Tensor, count: int) -> Tensor:
     """Above |e^T M e| entry by entry, `plain` the columns' l2 norm: (columns, *s), (*s) -> (*s).
 
     |M|_2 <= |M^4|_F^{1/4}; with computed S = M^2 + E, T = S^2 + E', |E|_F <= gamma |M|_F^2, |E'|_F <= gamma |S|_F^2, so that
-    |M|_2^2 <= sqrt(|T|_F + |E'|_F) + |E|_F. And |M|_2 <= |M|_F.
+    |M|_2^2 <= sqrt(|T|_F + |E'|_F) + |E|_F, |S|_F <= (1 + gamma) |M|_F^2. And |M|_2 <= |M|_F.
     """
     if not columns.numel() or bool((plain <= 2 * TINY).all()):
         return plain
-    lengths = []
+    fourths = []
     for piece in columns.flatten(1).split(_AT_ONCE, 1):
         matrix = matrices(piece, count)
-        square = matrix @ matrix
-        powers = (square.flatten(1), (square @ square).flatten(1))
-        lengths.append(torch.stack([torch.linalg.vector_norm(power, dim=1) for power in powers]))
-    two, four = up(torch.cat(lengths, 1), count * count).view(2, *plain.shape)
+        square = torch.bmm(matrix, matrix)
+        fourths.append(torch.linalg.vector_norm(torch.bmm(square, square).flatten(1), dim=1))
+    four = up(torch.cat(fourths), count * count).view_as(plain)
     loss = gamma(2 * count)
-    fourth = up((four + loss * two * two).sqrt(), 4) + loss * plain * plain
+    whole = plain * plain
+    fourth = up((four + loss * whole * whole).sqrt(), 8) + loss * whole
     return torch.minimum(up(fourth.sqrt() + loss * plain, 8), plain)
 
 
@@ -305,6 +313,6 @@ def reach_of_differences(columns: Tensor, blocks: Sequence[Block]) -> Tensor:
 
 def distances(points: Tensor, p: float) -> Tensor:
     """Return the distances of points (.., k, m) in lp, rounded up: (.., k, k)."""
-    exact = "donot_use_mm_for_euclid_dist"
     flat = points.contiguous()
-    return up(torch.cdist(flat, flat, p=p, compute_mode=exact), points.shape[-1] + 4)
+    exact = torch.cdist(flat, flat, p=p, compute_mode="donot_use_mm_for_euclid_dist")
+    return up(exact, points.shape[-1] + 4)

@@ -38,6 +38,7 @@ from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace, example_of, executed, last_of, result_of, shifts_logits
 from certcli.engine.tracer import target_name
 from certcli.engine.walk import Call, Constant, Domain
+from certcli.system.errors import raise_if
 
 Watch = Callable[[fx.Node, Any, int | None], None]
 Change = Callable[[fx.Node, Any], Any]
@@ -53,7 +54,7 @@ class Enclosure(Domain):
 
     Attributes:
         witnesses: images of the neighbourhood, each with its place in it. The graph runs on them
-            beside the walk, and no node's value (thorough; else the last one's) may exclude what
+            beside the walk (of several images one each), and no node's value (thorough; else the last one's) may exclude what
             the network has there, whatever a rule believes of its arguments.
         executed_as: the rounding of an arithmetic, whose executed tensors are then enclosed in
             place of the real ones.
@@ -83,8 +84,13 @@ class Enclosure(Domain):
         self.checked = set(ending.trace.graph.nodes) if thorough else {last_of(ending.trace)}
         self.runs = [(place, executed(ending.trace, image)) for place, image in witnesses]
 
+    @property
+    def images(self) -> int:
+        """Return how many images the walk is of."""
+        return self.start.space.images if isinstance(self.start, Form) else 1
+
     def image(self, shape: tuple[int, ...]) -> Any:
-        if shape != self.start.shape:
+        if self._of_all(shape) != self.start.shape:
             raise NoRule(f"images of shape {shape}, not {self.start.shape}")
         if self.executed_as is not None:
             self.executed_as.observe("", [self.start.bounds()])
@@ -97,7 +103,17 @@ class Enclosure(Domain):
 
     def expected(self, call: Call) -> Any:
         token = None if call.node is None else self.needed.get(call.node)
-        return call.shape if token is None else (call.shape[0], 1, *call.shape[2:])
+        shape = call.shape if token is None else (call.shape[0], 1, *call.shape[2:])
+        return self._of_all(shape)
+
+    def _of_all(self, shape: Any) -> Any:
+        """Return the shape of a result of several images, or of each of several results."""
+        if self.images == 1:
+            return shape
+        if isinstance(shape, list):
+            return [self._of_all(part) for part in shape]
+        raise_if(len(shape) < 2 or shape[0] != 1, NoRule, "several images in an axis that moves")
+        return (self.images, *shape[1:])
 
     def result(self, value: Any, call: Call) -> Any:
         """Return the enclosure with room for what rounding adds in this operation."""
@@ -149,23 +165,26 @@ class Enclosure(Domain):
         return value.choose(read)
 
     def observe(self, node: fx.Node, value: Any) -> None:
-        for place, run in self.runs:
+        for number, (place, run) in enumerate(self.runs):
             _, truth = next(run)
             if node in self.checked:
-                self.require_holds(node, value, place, truth)
+                self.require_holds(node, value, place, truth, min(number, self.images - 1))
         if self.watch is not None:
             self.watch(node, value, self.needed.get(node))
 
-    def require_holds(self, node: fx.Node, value: Any, place: Any, truth: Any) -> None:
-        """Raise NoRule where `value` excludes the truth at a witness."""
+    def require_holds(
+        self, node: fx.Node, value: Any, place: Any, truth: Any, image: int = 0
+    ) -> None:
+        """Raise NoRule where `value` excludes the truth at a witness of one image."""
         if isinstance(value, Constant):
             return
         if isinstance(value, (list, tuple)):
             for part, tensor in zip(value, truth, strict=True):
-                self.require_holds(node, part, place, tensor)
+                self.require_holds(node, part, place, tensor, image)
             return
         token = self.needed.get(node)
         truth = truth if token is None else truth[:, token : token + 1]
+        value = value.of_image(image) if self.images > 1 else value
         if bool((value.farthest(place, truth) > _ROUNDING * truth.norm()).any()):
             where = node.meta.get("path") or "the network"
             raise NoRule(f"{where} ({node.name}): its theorem excludes what the network does there")
@@ -245,7 +264,7 @@ def _around(
     in_box: bool = False,
     by_fibres: bool = False,
 ) -> Form:
-    """Return all images within `radius` of `image` (1, c, h, w) in l2, or with every pixel within it
+    """Return all images within `radius` of `image` (images, c, h, w) in l2, or with every pixel within it
     (boxed): radius * identity as A.
 
     Args:
@@ -255,13 +274,14 @@ def _around(
         by_fibres: errors become symbols of one fibre each; e e^T then has no columns.
     """
     squares_up_to = 0 if boxed or tape or by_fibres else squares_up_to
-    count = image.numel()
+    images = len(image)
+    count = image[0].numel()
     reach = _reach_in_box(image, radius, boxed) if in_box else None
     space = Space(
-        count, count <= squares_up_to, limit, boxed, reach, None, squares_up_to, by_fibres
+        count, count <= squares_up_to, limit, boxed, reach, None, squares_up_to, by_fibres, images
     )
     gens = image.new_zeros(count + space.square, *image.shape)
-    gens[:count].view(count, count).diagonal().fill_(radius)
+    gens[:count].view(count, images, count).diagonal(dim1=0, dim2=2).fill_(radius)
     first = Ball(
         tuple(image.shape),
         (),
@@ -280,8 +300,8 @@ linf_ball = functools.partial(_around, True)
 
 def _reach_in_box(image: Tensor, radius: float, boxed: bool) -> Reach:
     """Return how far pixels of image + radius e can move in [0, 1]; in an l2 ball 0 or 1."""
-    fall = image.flatten()
-    rise = 1 - image.flatten()
+    fall = image.flatten(1).mT if len(image) > 1 else image.flatten()
+    rise = 1 - fall
     if not boxed:
         return (fall > 0).double(), (rise > 0).double()
     far = up(fall / radius, 2).clamp(max=1), up(rise / radius, 2).clamp(max=1)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from certcli.enclosure.zonotopes.columns import TINY, Block, alike, gamma, lengths, norm1, runs, up
-from certcli.enclosure.zonotopes.form import Form, Image, Linear
-from certcli.enclosure.zonotopes.space import Space
+from certcli.enclosure.zonotopes.form import ONE_BY_ONE, Form, Image, Linear, Unbounded
 
 _SQUARINGS = 4
 """Of a matrix before its norm is taken: for rank k the bound is at most k^(1/32) times |X|_2."""
@@ -64,7 +63,7 @@ class Gram(NamedTuple):
             """Apply L to the last axis: (fibres, k, d) -> (fibres, k, e)."""
             return fibres(run(t.movedim(1, 0).reshape(-1, *shape))).movedim(0, 1)
 
-        matrix = of_rows(of_rows(self.matrix, image.apply).mT, image.apply)
+        matrix = of_rows(of_rows(self.matrix, image.apply).mT.contiguous(), image.apply)
         sizes = up(of_rows(self.lengths[:, None], image.absolute)[:, 0], image.terms)
         return Gram(matrix, 2 * (self.terms + 2 * image.terms), sizes)
 
@@ -87,7 +86,8 @@ def scaled_parts(parts: list[Part], factor: Tensor) -> list[Part]:
 
 
 def as_fibre(x: Form, *, for_grams: bool = False) -> Form:
-    """Return x with all its entries in one fibre, (1, N), once for all readers of its Grams.
+    """Return x with all entries of an image in one fibre, (images, N), once for all readers of its
+    Grams.
 
     Args:
         for_grams: without columns that its Grams do not need.
@@ -98,23 +98,24 @@ def as_fibre(x: Form, *, for_grams: bool = False) -> Form:
 
 
 def _as_fibre(x: Form, image: Image | None, for_grams: bool) -> Form:
+    images = x.space.images
     direct = image is None or image.source.centre.numel() > x.centre.numel()  # and closer
     if for_grams and not direct:  # all but the ball part is read in the image's source
         x = replace(x, space=replace(x.space, squares=False), gens=x.ball, blocks=())
-    whole = replace(x, image_of=None).linear(lambda t: t.reshape(len(t), 1, -1))
+    whole = replace(x, image_of=None).linear(lambda t: t.reshape(len(t), images, -1))
     if image is None or direct:
         return whole
 
     def of_one_fibre(run: Linear) -> Linear:
-        return lambda t: run(t.reshape(len(t), *image.source.shape)).reshape(len(t), 1, -1)
+        return lambda t: run(t.reshape(len(t), *image.source.shape)).reshape(len(t), images, -1)
 
     maps = (of_one_fibre(image.apply), of_one_fibre(image.absolute))
     return replace(whole, image_of=Image(as_fibre(image.source), *maps, image.terms, True))
 
 
-def may_join(*shapes: tuple[int, ...]) -> bool:
-    """Tell whether tensors are small enough for a matrix of all pairs of their entries."""
-    return all(math.prod(shape) <= _JOINED for shape in shapes)
+def may_join(*shapes: tuple[int, ...], images: int = 1) -> bool:
+    """Tell whether tensors are small enough for a matrix of all pairs of an image's entries."""
+    return all(math.prod(shape) <= _JOINED * images for shape in shapes)
 
 
 def fibres(columns: Tensor) -> Tensor:
@@ -133,7 +134,7 @@ def _rest_gram(x: Form) -> Gram:
         return enclosing([rest_gram(x.image_of.source).mapped(x.image_of)], slack)
     parts: list[Part] = [(fibres(part), width) for width, part in alike(x.box, x.blocks)]
     square: list[Part] = [(fibres(x.square), x.space.square)] if x.space.squares else []
-    return enclosing(square + parts, slack)
+    return enclosing(square + parts, slack, x.space.images)
 
 
 def whole_gram(x: Form) -> Gram:
@@ -156,7 +157,7 @@ def root(parts: Iterable[Part], slack: Tensor) -> Tensor:
     return factor(enclosing(parts, slack))
 
 
-def enclosing(parts: Iterable[Part], slack: Tensor) -> Gram:
+def enclosing(parts: Iterable[Part], slack: Tensor, images: int = 1) -> Gram:
     """Return a computed G with (u.z)^2 <= u^T G u for all z = sum of the parts + t, |t| <= slack.
 
     Args:
@@ -183,12 +184,11 @@ def enclosing(parts: Iterable[Part], slack: Tensor) -> Gram:
         if not bool(length.any()):  # below 1e-150, which `factor`'s room is above
             continue
         length = length + TINY
-        _add_outer(gram, columns, norms, length.repeat_interleave(width, 0))
+        _add_outer(gram, columns, norms, length.repeat_interleave(width, 0), images)
         total = total + norm1(length)
         terms += len(columns)
-    for start in range(0, gram.shape[-1], _STRIP):
-        end = start + _STRIP
-        gram[:, end:, start:end] = gram[:, start:end, end:].mT
+    for end in range(_STRIP, gram.shape[-1], _STRIP):
+        gram[:, end:, end - _STRIP : end] = gram[:, end - _STRIP : end, end:].mT
     result = Gram(gram.mul_(total[:, None, None]), terms + 16)
     if squares is None:
         return result
@@ -196,25 +196,29 @@ def enclosing(parts: Iterable[Part], slack: Tensor) -> Gram:
     return result._replace(sizes=up((result.lengths.square() + total[:, None] * squares).sqrt(), 8))
 
 
-def _add_outer(gram: Tensor, columns: Tensor, norms: list[Tensor], lengths: Tensor) -> None:
+def _add_outer(
+    gram: Tensor, columns: Tensor, norms: list[Tensor], lengths: Tensor, images: int
+) -> None:
     """Add sum_k x_k x_k^T / lengths_k of each fibre to strips of rows from the diagonal on.
 
-    Most symbols are of few fibres, or of few entries of a long one: what is 0 is left out.
+    Most symbols are of few fibres, or of few entries of a long one: what is 0 is left out. Fibres at
+    one place of several images have the same columns.
 
     Args:
         gram: (fibres, d, d); columns (k, fibres, d); norms: of each strip, 0 where columns are;
             lengths: (k, fibres).
     """
     sparse = any(int(norm.count_nonzero()) <= _MOST * norm.numel() for norm in norms)
-    for some in [slice(i, i + 1) for i in range(len(gram))] if sparse else [slice(None)]:
+    count = len(gram) // images
+    for some in [slice(i, None, count) for i in range(count)] if sparse else [slice(None)]:
         for start, norm in zip(range(0, columns.shape[-1], _STRIP), norms, strict=True):
-            strip = columns[:, some, start : start + _STRIP]
             rest = columns[:, some, start:]
             inverse = 1 / lengths[:, some]
             used = norm[:, some].any(1).nonzero()[:, 0]
             if len(used) <= _MOST * len(columns):
-                strip, rest, inverse = strip[used], rest[used], inverse[used]
-            strip = (strip * inverse[..., None]).permute(1, 2, 0)
+                rest = rest.index_select(0, used)
+                inverse = inverse.index_select(0, used)
+            strip = (rest[..., :_STRIP] * inverse[..., None]).permute(1, 2, 0)
             gram[some, start : start + _STRIP, start:].baddbmm_(strip, rest.movedim(0, 1))
 
 
@@ -234,20 +238,22 @@ def of_matrix_products(first: Gram, second: Gram, shape: tuple[int, int, int, in
     j).
 
     For y = S f, z = T f' the sum is f^T X f', X = sum u_bij S_bik^T T_bkj, and |X|_F^2 = u^T G u for
-    G_bij,b'i'j' = sum_kk' (S S^T)_bik,b'i'k' (T T^T)_bkj,b'k'j'.
+    G_bij,b'i'j' = sum_kk' (S S^T)_bik,b'i'k' (T T^T)_bkj,b'k'j'. Each fibre is of an image.
 
     Args:
         shape: b, i, k, j; y is (b, i, k) and z (b, k, j), each as one fibre.
     """
     batch, rows, inner, columns = shape
-    y = first.matrix.view(batch, rows, inner, batch, rows, inner).permute(0, 3, 1, 4, 2, 5)
-    z = second.matrix.view(batch, inner, columns, batch, inner, columns).permute(0, 3, 1, 4, 2, 5)
-    blocks = y.reshape(batch**2, rows**2, inner**2) @ z.reshape(batch**2, inner**2, columns**2)
-    blocks = blocks.view(batch, batch, rows, rows, columns, columns)
-    matrix = blocks.permute(0, 2, 4, 1, 3, 5).reshape(1, batch * rows * columns, -1)
-    lengths = first.lengths.view(batch, rows, inner) @ second.lengths.view(batch, inner, columns)
+    order = (0, 1, 4, 2, 5, 3, 6)
+    y = first.matrix.view(-1, batch, rows, inner, batch, rows, inner).permute(order)
+    z = second.matrix.view(-1, batch, inner, columns, batch, inner, columns).permute(order)
+    blocks = y.reshape(-1, rows**2, inner**2) @ z.reshape(-1, inner**2, columns**2)
+    blocks = blocks.view(-1, batch, batch, rows, rows, columns, columns)
+    matrix = blocks.permute(0, 1, 3, 5, 2, 4, 6).reshape(len(y), batch * rows * columns, -1)
+    lengths = first.lengths.view(-1, batch, rows, inner)
+    lengths = lengths @ second.lengths.view(-1, batch, inner, columns)
     terms = 2 * (first.terms + second.terms) + inner * inner
-    return Gram(matrix, terms, up(lengths.view(1, -1), inner))
+    return Gram(matrix, terms, up(lengths.flatten(1), inner))
 
 
 def factor(gram: Gram) -> Tensor:
@@ -319,31 +325,50 @@ def grouped(
         places: of R's fibres among those of x; None: they are all.
         of_fibres: as symbols of single fibres.
     """
-    block = group_of(x.space, root, of_fibres=of_fibres)
+    block = group_of(x, root, places, of_fibres=of_fibres)
     wider = x.widened(block).sized(x, lambda size: size)
     wider._reach_cache.update(x._reach_cache)
     return filled(wider, block, root, places)
 
 
-def group_of(space: Space, root: Tensor, *, of_fibres: bool = False) -> Block:
-    """Return a new block for R f, a group of symbols f for each of the fibres of R."""
-    of_fibres = of_fibres or space.by_fibres
-    count, width, _ = root.shape
-    return Block.fresh(width if of_fibres else count * width, width, of_fibres)
+def _columns_at(x: Form, root: Tensor, places: Tensor | None) -> tuple[Tensor, int]:
+    """Return which of its image's groups of symbols each fibre of R has, and how many these are.
+
+    Fibres at one place of several images have the same columns.
+    """
+    images = x.space.images
+    count = len(root) // images
+    if places is None:
+        return torch.arange(len(root), device=root.device) % count, count
+    if images == 1:
+        return torch.arange(count, device=root.device), count
+    within = places % (x.centre.numel() // (images * root.shape[-1]))
+    each, numbers = torch.unique(within, return_inverse=True)
+    return numbers, len(each)
+
+
+def group_of(
+    x: Form, root: Tensor, places: Tensor | None = None, *, of_fibres: bool = False
+) -> Block:
+    """Return a new block for R f, a group of symbols f for each of the fibres of R, as `grouped`."""
+    of_fibres = of_fibres or x.space.by_fibres
+    width = root.shape[-1]
+    groups = 1 if of_fibres else _columns_at(x, root, places)[1]
+    return Block.fresh(groups * width, width, of_fibres)
 
 
 def filled(x: Form, block: Block, root: Tensor, places: Tensor | None = None) -> Form:
     """Write R f into the columns of a block of x, which are 0; return x."""
     width = root.shape[-1]
     count = x.centre.numel() // width
+    numbers, groups = _columns_at(x, root, places)
     places = torch.arange(count, device=root.device) if places is None else places
     whole = root.new_zeros(count, width, width).index_copy(0, places, root)
     columns = x.columns_of(block)
     if block.of_fibres:
         columns.copy_(whole.permute(2, 0, 1).reshape(width, *x.shape))
     else:
-        rows = columns.view(len(root), width, count, width)
-        rows[torch.arange(len(root), device=root.device), :, places] = root.mT
+        columns.view(groups, width, count, width)[numbers, :, places] = root.mT
     reach = up(torch.linalg.vector_norm(whole, dim=-1).view(x.shape), width)
     for cache, name in ((x._cache, "size"), (x._reach_cache, "reach")):
         if name in cache:
@@ -378,13 +403,15 @@ def reduced(x: Form) -> Form:
     again and again.
     """
     limit = x.space.limit
-    count = x.centre.numel()
+    count = x.centre.numel() // x.space.images
     if not limit:
         return x
     if x.space.by_fibres:
         return by_fibres(x)
     if len(x.box) + count <= limit or not x.blocks:
         return x.worked()
+    if x.space.images > 1:  # which symbols say least is another question for each
+        raise Unbounded(ONE_BY_ONE)
     blocks, columns, dropped = _sorted_out(x, max(0, limit - count))
     gens = torch.cat([x.gens[: x.fixed], *columns])
     zero = torch.zeros_like(x.slack)

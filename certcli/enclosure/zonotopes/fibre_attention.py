@@ -26,7 +26,7 @@ from certcli.enclosure.zonotopes.ellipsoids import (
     root,
     whole_gram,
 )
-from certcli.enclosure.zonotopes.form import Form, Unbounded
+from certcli.enclosure.zonotopes.form import ONE_BY_ONE, Form, Unbounded
 
 _FARTHEST = 30.0
 """Scores that move further say nothing of probabilities; the radius is then refused."""
@@ -95,6 +95,8 @@ def attend_by_fibres(
     Args:
         token: the only query, in place of all.
     """
+    if q.space.images > 1:
+        raise Unbounded(ONE_BY_ONE)
     q = q.scale(torch.tensor(scale, dtype=torch.float64, device=q.centre.device))
     queries, keys, values = (operands(x, heads) for x in (q, k, v))
     bounds = [

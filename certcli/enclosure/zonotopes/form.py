@@ -59,6 +59,9 @@ _ROUNDING = 1e-11
 """Of a form's size: slack that is less says next to nothing, and is of roundings alone."""
 
 
+ONE_BY_ONE = "several images at once, where they need ways of their own"
+
+
 class Unbounded(Exception):
     """A neighbourhood is too large for a finite enclosure; the message names the place."""
 
@@ -133,6 +136,17 @@ class Form:
         columns = self.fixed + sum(block.columns for block in self.blocks)
         return len(self.gens) == columns and all(tuple(part) == self.shape for part in parts)
 
+    def of_image(self, place: int) -> "Form":
+        """Return what the form of several images says of one."""
+        if self.space.images == 1:
+            return self
+        reach = self.space.reach
+        if reach is not None:
+            reach = reach[0][:, place], reach[1][:, place]
+        space = replace(self.space, images=1, reach=reach)
+        part = slice(place, place + 1)
+        return Form(space, self.centre[part], self.gens[:, part], self.slack[part], self.blocks)
+
     def somewhere(self) -> list[Tensor]:
         """Return the symbols of the image and two far points, from a fixed generator."""
         generator = torch.Generator().manual_seed(24)
@@ -154,7 +168,7 @@ class Form:
         columns = [e]
         if self.space.squares:
             first, second = pairs(self.space.ball)
-            weight = weights(self.space.ball, diagonal=1.0, off_diagonal=2**0.5, like=e, axes=0)
+            weight = weights(self.space.ball, 1.0, 2**0.5, e.device, 0)
             columns.append(e[first] * e[second] * weight)
         middle = self.centre + torch.tensordot(torch.cat(columns), self.gens[: self.fixed], dims=1)
         return (truth - middle).abs() - self.box_radius
@@ -273,8 +287,9 @@ class Form:
     @property
     def deviation(self) -> Tensor:
         """Return an upper bound of sum |columns|, no less than sup |x - c|."""
-        parts = lambda: up(self.ball_length + self.square_length + self.box_radius)  # noqa: E731
-        return self.once("deviation", parts)
+        return self.once(
+            "deviation", lambda: up(self.ball_length + self.square_length + self.box_radius)
+        )
 
     def sized(self, like: "Form", bound: Callable[[Tensor], Tensor]) -> "Form":
         """Return this form; where the size of `like` is known, with the bound of its own from that."""
@@ -288,7 +303,10 @@ class Form:
         return self.centre - up(self.ball_fall + radius), self.centre + up(self.ball_rise + radius)
 
     def bounds(self) -> Bounds:
-        """Return the form's sizes and least deviation of a row: centring lengthens nothing."""
+        """Return the form's sizes and least deviation of a row: centring lengthens nothing.
+
+        Of several images, what holds for each.
+        """
         away = self.deviation  # `radius` would take longer
         whole = self._cache["size"] = up(self.centre.abs() + away)
         width = self.shape[-1]
@@ -298,7 +316,8 @@ class Form:
         smallest = (centred - rounding - norm2(away.movedim(-1, 0))).amin() * (
             width**-0.5 * (1 - 2.0**-40)
         )
-        facts = (norm2(rows.flatten()), rows.amax(), whole.amax(), smallest.clamp_min(0.0))
+        total = norm2(rows.reshape(self.space.images, -1).mT).amax()
+        facts = (total, rows.amax(), whole.amax(), smallest.clamp_min(0.0))
         return Bounds(*map(float, facts))
 
     def linear(
@@ -392,7 +411,7 @@ class Form:
         """Return the one token at this place of axis 1, (1, n, d) -> (1, 1, d)."""
         if not self.has_fibres_own:
             return self.linear(lambda t: t[:, :, token : token + 1])
-        if self.centre.dim() != 3 or len(self.centre) != 1:
+        if self.centre.dim() != 3 or len(self.centre) != self.space.images:
             raise NoRule("a choice of tokens that are not the fibres of one image")
         chosen = self.linear(lambda t: t[:, :, token : token + 1])
         return replace(chosen, blocks=tuple(block.at(token) for block in self.blocks))
@@ -411,16 +430,17 @@ class Form:
         if not self.has_fibres_own:
             return self
         width = self.shape[-1]
-        fibres = self.centre.numel() // width
+        images = self.space.images
+        fibres = self.centre.numel() // (images * width)
         columns = [self.gens[: self.fixed]]
         blocks = []
         for block, part in runs(self.box, self.blocks):
             if block.of_fibres:
                 if len(part) * fibres * self.centre.numel() > _LARGEST:
                     raise Unbounded("an operation that mixes tokens, of too many symbols")
-                spread = part.new_zeros(fibres, len(part), fibres, width)
-                spread.diagonal(dim1=0, dim2=2).copy_(
-                    part.reshape(len(part), fibres, width).permute(0, 2, 1)
+                spread = part.new_zeros(fibres, len(part), images, fibres, width)
+                spread.diagonal(dim1=0, dim2=3).copy_(
+                    part.reshape(len(part), images, fibres, width).mT
                 )
                 part = spread.view(-1, *self.shape)
                 block = block.of_all(fibres)
@@ -473,7 +493,7 @@ class Form:
         if not self.space.limit:
             return self
         by_fibres = self.space.by_fibres or self.has_fibres_own
-        count = self.shape[-1] if by_fibres else self.centre.numel()
+        count = self.shape[-1] if by_fibres else self.centre.numel() // self.space.images
         block = Block.fresh(count, of_fibres=by_fibres)
         wider = replace(self.widened(block), slack=torch.zeros_like(self.slack), node=self.node)
         columns = wider.columns_of(block).view(count, -1, count)

@@ -11,7 +11,7 @@ from certcli.enclosure.zonotopes.backward import Node, lower
 from certcli.enclosure.zonotopes.branching import BranchSearch, Limit
 from certcli.enclosure.zonotopes.columns import gamma, matrices, norm2, up
 from certcli.enclosure.zonotopes.form import Form
-from certcli.enclosure.zonotopes.normalisation import signs
+from certcli.enclosure.zonotopes.normalisation import rows_mapped, signs
 from certcli.nn.blocks import spread_of
 
 Further = Callable[[Node, Tensor], Tensor]
@@ -92,39 +92,45 @@ def descent(x: Form) -> Tensor:
 
 
 def differences(
-    weight: Tensor, bias: Tensor | None, label: int, executed: Tensor | None
+    weight: Tensor, bias: Tensor | None, label: int | Tensor, executed: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return w_label - w_j, b_label - b_j, j != label, and how far the biases may be off.
 
     Args:
+        label: or one an image, (images,); all results then have an axis of images at the front.
         executed: how far execution moves z_i - z_j, (k, k); as if it were the biases' error.
     """
-    others = [j for j in range(len(weight)) if j != label]
-    rows = weight[label] - weight[others]
-    zero = rows.new_zeros(len(rows))
-    executed_change = zero if executed is None else executed[label, others]
+    top = torch.as_tensor(label, device=weight.device)[..., None]
+    others = torch.arange(len(weight) - 1, device=weight.device)
+    others = others + (others >= top)
+    rows = weight[top] - weight[others]
+    zero = rows.new_zeros(others.shape)
+    executed_change = zero if executed is None else executed[top, others]
     if bias is None:
         return rows, zero, executed_change
     return (
         rows,
-        bias[label] - bias[others],
-        gamma(0) * (bias[label].abs() + bias[others].abs()) + executed_change,
+        bias[top] - bias[others],
+        gamma(0) * (bias[top].abs() + bias[others].abs()) + executed_change,
     )
 
 
 def linear_logits(x: Form, weight: Tensor, bias: Tensor | None) -> Form:
     """Return z = weight x + bias: (1, d) -> (1, k)."""
-    z = x.linear(lambda t: t @ weight.T, lambda t: t @ weight.abs().T, terms=x.shape[-1] + 2)
+    z = rows_mapped(x, weight, x.shape[-1] + 2)
     return z if bias is None else z.shift(bias)
 
 
 def linear_margins(
-    x: Form, weight: Tensor, bias: Tensor | None, label: int, executed: Tensor | None = None
+    x: Form,
+    weight: Tensor,
+    bias: Tensor | None,
+    label: int | Tensor,
+    executed: Tensor | None = None,
 ) -> Form:
     """Return z_label - z_j, j != label, z = weight x + bias: (1, d) -> (1, k - 1)."""
     rows, offset, doubt = differences(weight, bias, label, executed)
-    z = x.linear(lambda t: t @ rows.T, lambda t: t @ rows.abs().T, terms=x.shape[-1] + 2)
-    return z.shift(offset).doubted(up(doubt))
+    return rows_mapped(x, rows, x.shape[-1] + 2).shift(offset).doubted(up(doubt))
 
 
 def normalised_margins(
@@ -132,14 +138,14 @@ def normalised_margins(
     norm: Any,
     weight: Tensor,
     bias: Tensor | None,
-    label: int,
+    label: int | Tensor,
     executed: Tensor | None = None,
 ) -> Form:
     """Return what has the signs of z_label - z_j, z = weight LN(x) + bias: (1, d) -> (1, k - 1)."""
     gain = norm.weight
     beta = norm.bias
     rows, offset, doubt = differences(weight, bias, label, executed)
-    width = rows.shape[1]
+    width = rows.shape[-1]
     if beta is not None:
         offset = offset + rows @ beta
         doubt = doubt + gamma(width + 4) * (rows.abs() @ beta.abs() + offset.abs())

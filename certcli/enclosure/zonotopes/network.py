@@ -122,7 +122,7 @@ class LocalNetwork:
         if self.coordinates is None:
             if not bool(value.ball.any()):  # radius 0 says nothing of the map
                 return value
-            self.coordinates = coordinates_of(value.ball)
+            self.coordinates = coordinates_of(value.of_image(0).ball)
             self.narrow = None if self.coordinates is None else node
         return value if self.coordinates is None else changed(value, self.coordinates)
 
@@ -154,7 +154,13 @@ class LocalNetwork:
         return max((shape[-1] for shape in shapes if isinstance(shape, tuple) and shape), default=1)
 
     def witnesses(self, start: Form) -> list[tuple[Tensor, Tensor]]:
-        """Return places of a neighbourhood with their images: three, of later walks the middle."""
+        """Return places of a neighbourhood with their images: three, of later walks the middle.
+
+        Of several images the middle of each.
+        """
+        if start.space.images > 1:
+            middle = start.centre.new_zeros(start.space.ball)
+            return [(middle, image[None]) for image in start.centre]
         return [(e, start.at(e)) for e in start.somewhere()[: 1 if self._seen else 3]]
 
     def last_form(
@@ -188,8 +194,12 @@ class LocalNetwork:
             return lower_bounds(self.margin_form(start, label, watch), further).flatten()
 
     @torch.no_grad()
-    def margin_form(self, start: Form, label: int, watch: Watch | None = None) -> Form:
-        """Return a form (1, k - 1), positive only where the margins are. Unbounded: as in `margins`."""
+    def margin_form(self, start: Form, label: int | Tensor, watch: Watch | None = None) -> Form:
+        """Return a form (1, k - 1), positive only where the margins are. Unbounded: as in `margins`.
+
+        Args:
+            label: of several images (images,), with a row each in the form.
+        """
         executed_as = None if self.execution is None else self.execution()
         form = self.last_form(start, watch, executed_as)
         head: Any = self.ending.head
@@ -231,10 +241,12 @@ class LocalNetwork:
             return bounds[0], -bounds[1], bounds[2], -bounds[3]
 
     def one_row(self, form: Form) -> Form:
-        """Return the token that the last layers read, (1, d)."""
+        """Return the token that the last layers read, (images, d)."""
         if self.ending.token is not None and form.shape[1] > 1:
             form = form.choose(self.ending.token)
-        return form.with_common_symbols().linear(lambda t: t.reshape(len(t), 1, t.shape[-1]))
+        images = form.space.images
+        common = form.with_common_symbols()
+        return common.linear(lambda t: t.reshape(len(t), images, t.shape[-1]))
 
 
 _COPIES = 5

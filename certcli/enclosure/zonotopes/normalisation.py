@@ -17,7 +17,7 @@ from certcli.enclosure.zonotopes.direction import (
     number,
     share_bounds,
 )
-from certcli.enclosure.zonotopes.form import Form, Unbounded
+from certcli.enclosure.zonotopes.form import ONE_BY_ONE, Form, Unbounded
 from certcli.enclosure.zonotopes.pointwise import apply, apply_above, capped, narrower
 from certcli.enclosure.zonotopes.products import TIMES, product, scaled, squares
 from certcli.engine.curves import RECIPROCAL, RSQRT, SQRT
@@ -97,6 +97,8 @@ def _by_direction(y: Form, eps: float) -> tuple[Form, Form] | None:
     direction = Direction.of(y, eps)
     along = direction.along(y)
     if not bool((along.interval()[0] > 0).all()):  # also with NaN
+        if y.space.images > 1:
+            raise Unbounded(ONE_BY_ONE)
         return None
     across = direction.across(y)
     inverse = apply(RECIPROCAL, along)
@@ -126,16 +128,25 @@ def _by_direction(y: Form, eps: float) -> tuple[Form, Form] | None:
     return out.doubted(gamma(8) * out.size), factor.doubted(gamma(8) * factor.size)
 
 
+def rows_mapped(x: Form, weight: Tensor, terms: int) -> Form:
+    """Return weight x, (.., d) -> (.., j), or (images, d) -> (images, j) for a weight an image."""
+
+    def run(t: Tensor, weight: Tensor) -> Tensor:
+        return t @ weight.T if weight.dim() == 2 else torch.einsum("kbd,bjd->kbj", t, weight)
+
+    return x.linear(lambda t: run(t, weight), lambda t: run(t, weight.abs()), terms=terms)
+
+
 def signs(
     x: Form, spread: Spread, weight: Tensor, bias: Tensor, doubt: Tensor, center: bool = True
 ) -> Form:
     """Return a form below weight y + bias spread, of the sign of weight LN(x) + bias: (.., d) ->
     (.., j).
 
-    weight may be off by 4 u of itself, bias by `doubt`.
+    weight (j, d), or (images, j, d), may be off by 4 u of itself, bias by `doubt`.
     """
     y = centred(x) if center else x
-    heads = y.linear(lambda t: t @ weight.T, lambda t: t @ weight.abs().T, terms=y.shape[-1] + 4)
+    heads = rows_mapped(y, weight, y.shape[-1] + 4)
     if spread.min_variance == 0:
         low, high = _deviation(y, spread.eps)
     else:

@@ -8,14 +8,24 @@ import torch
 from torch import Tensor
 
 from certcli.enclosure.zonotopes.backward import BACK, Hinge, Node, tightened
-from certcli.enclosure.zonotopes.columns import FUNCTION, TINY, gamma, norm2, pairs, up, weights
+from certcli.enclosure.zonotopes.columns import (
+    FUNCTION,
+    TINY,
+    Blocks,
+    add_products,
+    gamma,
+    norm2,
+    summed,
+    up,
+)
 from certcli.enclosure.zonotopes.ellipsoids import (
     Gram,
     as_fibre,
     ball_gram,
     enclosing,
     fibres,
-    grouped,
+    filled,
+    group_of,
     may_join,
     of_products,
     rest_gram,
@@ -160,15 +170,16 @@ def either(use: Tensor, fit: Fit, other: Fit) -> Fit:
     )
 
 
-def apply_fit(x: Form, fit: Fit, elsewhere: Tensor | None = None) -> Form:
+def apply_fit(x: Form, fit: Fit, elsewhere: Tensor | None = None, fresh: Blocks = ()) -> Form:
     """constant + slope d + curve d^2 +- error, d = x - c: the square's ball part is e e^T's.
 
     d = a + r, |a| <= ball, |r| <= rest: d^2 = a^2 + [0, rest^2] +- 2 ball rest.
 
     Args:
         elsewhere: entries whose curve (d^2 - a^2) the caller adds.
+        fresh: blocks whose columns are made, as zeros.
     """
-    gens = x.gens * fit.slope
+    gens, blocks = summed(((x.gens, x.blocks, fit.slope),), x.shape, x.fixed, fresh)
     centre = fit.constant
     slack = up(fit.slope.abs() * x.slack + fit.error)
     spread = up(fit.slope.abs() * x.radius + fit.constant.abs() + TINY)
@@ -178,16 +189,11 @@ def apply_fit(x: Form, fit: Fit, elsewhere: Tensor | None = None) -> Form:
         spread = up(spread + fit.curve.abs() * (ball * ball + rest * rest))
         rest = rest if elsewhere is None else torch.where(elsewhere, 0.0, rest)
         bend = fit.curve.abs()
-        first, second = pairs(x.space.ball)
-        weight = weights(
-            x.space.ball, diagonal=1.0, off_diagonal=2**0.5, like=x.centre, axes=x.centre.dim()
-        )
-        columns = x.ball[first] * x.ball[second] * (weight * fit.curve)
-        gens[x.space.ball : x.fixed] += columns
+        add_products(gens[x.space.ball : x.fixed], x.ball, x.ball * fit.curve)
         centre = centre + fit.curve * (rest * rest) / 2
         slack = up(slack + bend * (2 * ball * rest + rest * rest / 2), 6)
     slack = up(slack + gamma(8) * spread)
-    form = Form(x.space, centre, gens, slack, x.blocks, _fitted(x, fit))
+    form = Form(x.space, centre, gens, slack, blocks, _fitted(x, fit))
     names = ("length", "ball", "reach") if x.space.squares else SIGNLESS
     return form.known(x, lambda facts: up(facts * fit.slope.abs()), names)
 
@@ -302,12 +308,10 @@ def kinked_residual(
 def relu(x: Form) -> Form:
     """max(x, 0): identity or zero at known signs, else the chord and its parallel through 0."""
     low, high = x.interval()
+    if x.node is not None and bool((low <= high).all()):
+        low, high = tightened(x.node, low, high)
     if not bool((low <= high).all()):
         raise Unbounded("ReLU of something without bounds")
-    if x.node is not None:
-        low, high = tightened(x.node, low, high)
-        if not bool((low <= high).all()):
-            raise Unbounded("ReLU of something without bounds")
     slope = torch.where(
         low >= 0, 1.0, torch.where(high <= 0, 0.0, high / (high - low).clamp_min(TINY)).double()
     )
@@ -367,19 +371,22 @@ def activation(f: Curve, x: Form, low: Tensor | None = None, high: Tensor | None
     together.view(-1, x.shape[-1])[places] = True
     first, second = _factors(x, places)
     root = of_products(first, second, fibres(bent.curve[None])[0, places])
-    of_fibres = len(x.shape) == 3 and x.shape[1] > 1 == x.shape[0] and x.centre.numel() <= _APART
-    return grouped(
-        apply_fit(x, either(together, bent, fit), together), root, places, of_fibres=of_fibres
-    )
+    images = x.space.images
+    of_fibres = len(x.shape) == 3 and x.shape[0] == images and x.shape[1] > 1
+    of_fibres = of_fibres and x.centre.numel() <= _APART * images
+    block = group_of(x, root, places, of_fibres=of_fibres)
+    form = apply_fit(x, either(together, bent, fit), together, (block,))
+    return filled(form, block, root, places)
 
 
 def joint_activation(
     f: Curve, x: Form, low: Tensor | None = None, high: Tensor | None = None
 ) -> Form:
     """f(x) with errors of second order in one ellipsoid over all entries, where it is small enough."""
-    if x.node is not None or x.space.by_fibres or not may_join(x.shape):
+    images = x.space.images
+    if x.node is not None or x.space.by_fibres or not may_join(x.shape, images=images):
         return apply(f, x, low, high)
-    bounds_of_all = (None if bound is None else bound.reshape(1, -1) for bound in (low, high))
+    bounds_of_all = (None if bound is None else bound.reshape(images, -1) for bound in (low, high))
     form = activation(f, as_fibre(x), *bounds_of_all)
     return form.linear(lambda t: t.reshape(len(t), *x.shape))
 

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from certcli.enclosure.zonotopes.backward import BACK, Node
-from certcli.enclosure.zonotopes.columns import Blocks, Term, folded, gamma, summed, up
+from certcli.enclosure.zonotopes.columns import (
+    Blocks,
+    Term,
+    add_products,
+    folded,
+    gamma,
+    summed,
+    up,
+)
 from certcli.enclosure.zonotopes.ellipsoids import (
     Gram,
     as_fibre,
@@ -107,7 +115,9 @@ def up_to_rest(
         linear = torch.addcmul(linear, w.slack, u.abs())
         size = torch.addcmul(size, w.size, u.abs())
     gens, blocks = summed(terms_of, tuple(centre.shape), x.fixed, fresh)
-    if space.squares:
+    if space.squares and contract is TIMES:
+        add_products(gens[space.ball : x.fixed], *torch.broadcast_tensors(x.ball, y.ball))
+    elif space.squares:
         gens[space.ball : x.fixed] += folded(contract(x.ball[:, None], y.ball[None]))
     slack = up(linear + gamma(2 * terms + 10) * size, terms + 10)
     form = Form(space, centre, gens, slack, blocks)
@@ -128,7 +138,7 @@ def scaled(x: Form, y: Form, beside: tuple[Form, Tensor] | None = None) -> Form:
     by_rest = fibres(y.radius[None])[0]
     parts = [*scaled_parts(ball_parts(x), by_ball), rest_gram(x).scaled(by_rest)]
     spread = root(parts, torch.zeros_like(fibres(x.slack[None])[0]))
-    block = group_of(x.space, spread)
+    block = group_of(x, spread)
     if x.node is None:
         return filled(up_to_rest(x, y, TIMES, 1, (block,), beside), block, spread)
     # <|w|, this> is above what rounding moves |R^T w|_2 by
@@ -155,11 +165,13 @@ def matrix_product(x: Form, y: Form, contract: Bilinear, *, keyed: bool) -> Form
     """
     *batch, rows, inner = x.shape
     columns = y.shape[-2 if keyed else -1]
-    shape = (math.prod(batch), rows, inner, columns)
+    images = x.space.images
+    shape = (math.prod(batch) // images, rows, inner, columns)
     allowed = x.space.limit and x.space.squares and not x.space.by_fibres
     if not allowed or x.node is not None or tuple(batch) != y.shape[:-2]:
         return None
-    if not may_join(x.shape, y.shape, (shape[0], rows, columns)) or columns == 1:
+    small = may_join(x.shape, y.shape, (math.prod(batch), rows, columns), images=images)
+    if not small or columns == 1:
         return None
     first, second = (as_fibre(form, for_grams=True) for form in (x, y))
     other_rest, other = (
@@ -170,17 +182,18 @@ def matrix_product(x: Form, y: Form, contract: Bilinear, *, keyed: bool) -> Form
         of_matrix_products(ball_gram(first), other_rest, shape),
         of_matrix_products(rest_gram(first), other, shape),
     ]
-    ellipsoid = root(parts, x.slack.new_zeros(1, shape[0] * rows * columns))
-    block = group_of(x.space, ellipsoid)
+    ellipsoid = root(parts, x.slack.new_zeros(images, shape[0] * rows * columns))
+    block = group_of(x, ellipsoid)
     return filled(up_to_rest(x, y, contract, inner, (block,)), block, ellipsoid)
 
 
 def _with_columns_last(gram: Gram, shape: tuple[int, int, int, int]) -> Gram:
     """Return the matrix of (b, k, j) from that of (b, j, k)."""
     batch, _, inner, columns = shape
-    pairs = gram.matrix.view(batch, columns, inner, batch, columns, inner)
-    lengths = gram.lengths.view(batch, columns, inner).mT.reshape(1, -1)
-    return Gram(pairs.permute(0, 2, 1, 3, 5, 4).reshape_as(gram.matrix), gram.terms, lengths)
+    pairs = gram.matrix.view(-1, batch, columns, inner, batch, columns, inner)
+    matrix = pairs.permute(0, 1, 3, 2, 4, 6, 5).reshape_as(gram.matrix)
+    lengths = gram.lengths.view(-1, batch, columns, inner).mT.flatten(1)
+    return Gram(matrix, gram.terms, lengths)
 
 
 def _both(x: Form, y: Form, contract: Bilinear, terms: int, frobenius: Contract | None) -> Tensor:

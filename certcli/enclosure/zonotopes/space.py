@@ -125,6 +125,8 @@ class Space:
         coordinates: what e is of the pixels' e, where it is not that itself.
         squares_up_to: entries of e up to which e e^T has columns.
         by_fibres: errors are symbols of one fibre each, a bounded number of columns in all.
+        images: with several, axis 0 of a form is theirs, and a column means another symbol in each
+            row: that of its own image. reach then has an axis of images, too, (m, images).
     """
 
     ball: int
@@ -135,6 +137,7 @@ class Space:
     coordinates: Coordinates | None = None
     squares_up_to: int = 0
     by_fibres: bool = False
+    images: int = 1
 
     @property
     def square(self) -> int:

@@ -40,16 +40,31 @@ def arranged(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     def run(t: Tensor) -> Any:
         return function(t, *args, **kwargs)
 
-    centre = run(x.centre)
+    each = run if x.space.images == 1 else _image_by_image(run)
+    centre = each(x.centre)
     require_entries([centre] if isinstance(centre, Tensor) else centre)
-    slack = run(x.slack)
-    columns = torch.vmap(run)(x.gens)
+    slack = each(x.slack)
+    columns = torch.vmap(each)(x.gens)
     if isinstance(centre, Tensor):
         return Form(x.space, centre, columns, slack, x.blocks, x.arranged(torch.vmap(run), centre))
     forms = []
     for i, (c, g, s) in enumerate(zip(centre, columns, slack, strict=True)):
         forms.append(Form(x.space, c, g, s, x.blocks, x.arranged(_part(torch.vmap(run), i), c)))
     return forms
+
+
+def _image_by_image(run: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """Return what runs on each image of a batch alone, as it was traced: (1, *s) -> (1, *t)."""
+
+    def alone(t: Tensor) -> Tensor:
+        raise_if(t.dim() < 2 or t.shape[1] != 1, NoRule, "several images in an axis that moves")
+        return t.squeeze(1)
+
+    def each(t: Tensor) -> Any:
+        out = torch.vmap(run)(t.unsqueeze(1))
+        return alone(out) if isinstance(out, Tensor) else [alone(part) for part in out]
+
+    return each
 
 
 def _part(run: Callable[[Tensor], Any], index: int) -> Callable[[Tensor], Tensor]:
@@ -61,7 +76,7 @@ def _move(ctx: ZonotopeContext, x: Form, move: Move) -> Any:
     out = arranged(move, x)
     if not move.filled:
         return out
-    (places,) = move.places(x.shape)
+    (places,) = move.places(_of_one(x, x.shape))
     return out.shift((places < 0).to(x.centre) * move.filled)
 
 
@@ -69,8 +84,15 @@ def repeated(x: Form, shape: tuple[int, ...]) -> Form:
     """Return a form in this shape, its entries repeated."""
     if x.shape == shape:
         return x
-    repeats: Form = arranged(lambda t: t.expand(shape).contiguous(), x)
+    alike = len(shape) == len(x.shape) or x.space.images == 1
+    raise_if(not alike, NoRule, "several images in an operation that repeats them")
+    repeats: Form = arranged(lambda t: t.expand(_of_one(x, shape)).contiguous(), x)
     return repeats
+
+
+def _of_one(x: Form, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return what a shape of several images is of one."""
+    return (shape[0] // x.space.images, *shape[1:])
 
 
 def negative(x: Form) -> Form:
@@ -158,6 +180,7 @@ def joined(parts: list[Form | Tensor], axis: int) -> Form:
             full.append(next(waiting))
         else:
             constant = part.to(like.centre)
+            constant = constant.expand(like.space.images * len(constant), *constant.shape[1:])
             none = constant.new_zeros(len(like.gens), *constant.shape)
             full.append(Form(like.space, constant, none, torch.zeros_like(constant), like.blocks))
     return Form(
@@ -226,6 +249,6 @@ def mixed_forms(ctx: ZonotopeContext, *parts: Any) -> Form:
     return total
 
 
-register_moves(rules, Form, _move)
+register_moves(rules, Form, _move, lambda x: _of_one(x, x.shape))
 register_choices(rules)
 register_fixed_choices(rules, mixed_forms)

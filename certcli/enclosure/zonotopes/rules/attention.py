@@ -50,16 +50,14 @@ def scores(q: Form, k: Form) -> Form:
     The keys are centred over the tokens first: q . mean(k) shifts whole rows of scores, which
     softmax cannot see.
     """
-    tokens = k.shape[-2]
-    width = k.shape[-1]
     k = k.linear(
         lambda t: t - t.mean(-2, keepdim=True),
         lambda t: t + t.mean(-2, keepdim=True),
-        tokens + 4,
+        k.shape[-2] + 4,
         lambda r: r - r.mean(-2, keepdim=True),
     )
     joint = matrix_product(q, k, SCORES, keyed=True)
-    return product(q, k, SCORES, width, _score_square, crossing) if joint is None else joint
+    return product(q, k, SCORES, k.shape[-1], _score_square, crossing) if joint is None else joint
 
 
 def _score_square(a: Tensor, b: Tensor) -> Tensor:
@@ -68,13 +66,6 @@ def _score_square(a: Tensor, b: Tensor) -> Tensor:
     """
     first = torch.einsum("m...ie,m...if->...ief", a, a).flatten(-2)
     second = torch.einsum("m...je,m...jf->...jef", b, b).flatten(-2)
-    return first @ second.mT
-
-
-def _average_square(a: Tensor, b: Tensor) -> Tensor:
-    """Return the same for sum_j a_ij b_je^T: (m, 1, h, i, j) x (m, 1, h, j, e) -> (1, h, i, e)."""
-    first = torch.einsum("m...ij,m...ik->...ijk", a, a).flatten(-2)
-    second = torch.einsum("m...je,m...ke->...ejk", b, b).flatten(-2)
     return first @ second.mT
 
 
@@ -168,7 +159,7 @@ def average(p: Form, v: Form) -> Form:
         lambda r: common.mT @ r,
     )
     ones = v.linear(
-        lambda t: t - matrices_times(common, t),
+        lambda t: t - (middle.gens if t is v.gens else matrices_times(common, t)),
         lambda t: t + common.abs() @ t,
         tokens + 4,
         lambda r: r - common.mT @ r.sum(-2, keepdim=True),
@@ -196,7 +187,7 @@ def multiplied(x: Form, y: Form) -> Form:
         y,
         AVERAGES,
         x.shape[-1],
-        _average_square,
+        lambda a, b: _score_square(a, b.mT),
         lambda x, y: crossing(x, y.linear(lambda t: t.mT)),
     )
 
@@ -265,6 +256,7 @@ def constant_form(constant: Tensor, like: Any) -> Form:
     """Return a constant as a form of the walk that `like` is of."""
     if not isinstance(like, Form):
         raise NoRule("attention over something constant")
+    constant = constant.expand(like.space.images * len(constant), *constant.shape[1:])
 
     def nothing(t: Tensor) -> Tensor:
         return t.new_zeros(len(t), *constant.shape)
