@@ -15,7 +15,6 @@ attack; validation and the agreement with an original network do.
 """
 
 import functools
-import platform
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -179,7 +178,7 @@ def is_faster() -> bool:
     try:
         processor = CPU_INFO.read_text()
     except OSError:
-        processor = platform.processor()
+        return False
     if "AuthenticAMD" not in processor or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     return _agrees()
