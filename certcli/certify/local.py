@@ -223,7 +223,8 @@ class LocalCertifier(ProvingCertifier):
             Certificate(index, label, top, radius, METHOD, 0.0, rung, seconds, splits)
             for index, label, top, (radius, rung, splits) in rows
         ]
-        self.require_classes_as_run(certificates, images)
+        for row, image in zip(certificates, images.split(1), strict=True):
+            self.require_classes_as_run([row], image)
         return certificates
 
     def together(self, images: Tensor, labels: Tensor) -> list[dict[float, Form]]:

@@ -334,18 +334,21 @@ class OneImage(nn.Module):
         return self.linear(x.reshape(1, 16))
 
 
-@pytest.mark.parametrize("name", ["lipschitz", "zonotope"])
-def test_a_network_of_one_image_is_refused_a_batch(name: str) -> None:
+def test_a_network_of_one_image_is_refused_a_batch_where_several_are_run() -> None:
     model = (
         PixelModel(InputSpec(WIDE, (0.5,), (0.5,)), OneImage())
         .double()
         .eval()
         .requires_grad_(False)
     )
-    certifier = CERTIFIERS[name](model)
-    assert len(found(certifier, torch.rand(1, *WIDE))) == 1
+    images = torch.rand(2, *WIDE)
+    for name in ("lipschitz", "zonotope"):
+        assert len(found(CERTIFIERS[name](model), images[:1])) == 1
     with pytest.raises(NoBoundError, match="does not take 2 images"):
-        certifier.batch([0, 1], torch.rand(2, *WIDE), [0, 0])
+        CERTIFIERS["lipschitz"](model).batch([0, 1], images, [0, 0])
+    labels = [int(model(image).argmax()) for image in images.split(1)]
+    certifier = LocalCertifier(model, WIDE, Local(at=(1e-3,)))
+    assert all(row.radius > 1e-3 for row in certifier.batch([0, 1], images, labels))
 
 
 @pytest.mark.parametrize("std", [-0.5, 0.0, float("nan")])

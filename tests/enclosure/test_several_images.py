@@ -33,7 +33,8 @@ sums are added in another order. Both are some thousand units of 2^-53, and as m
 where terms cancel."""
 ALONE = {
     "attention-fused", "attention-windows", "attention-written", "attention-pool",
-    "spelled-rounded-views", "spelled-rounded-moves",
+    "attention-qk-norm", "attention-masked", "attention-talking", "spelled-rounded-views",
+    "spelled-rounded-moves", "sort-in-windows", "unfold",
 }  # fmt: skip
 """Rows that move the axis of images, or name their number: each image is walked alone."""
 

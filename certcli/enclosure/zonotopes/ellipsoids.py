@@ -20,7 +20,7 @@ _JOINED = 1536
 """Entries of a tensor up to which all pairs of them have a number each."""
 _ROUNDING = 2.0**-40
 """Of sizes, in the weight of a matrix that may cancel to 0."""
-_STRIP = 96
+_STRIP = 192
 """Rows of a product with its own transpose that are computed at once."""
 _MOST = 0.7
 """Part of the columns that may be left before they are worth a copy."""
