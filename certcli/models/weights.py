@@ -195,14 +195,14 @@ def misfit(net: nn.Module, tensors: Mapping[str, Tensor]) -> str:
     problems += [f"unexpected {first_names(surplus)}"] if surplus else []
     both = [(name, tensors[name], expected[name]) for name in sorted(expected) if name in tensors]
     problems += [
-        f"'{name}' is {_value_kind(value)} where the architecture has {_value_kind(own)} values"
-        for name, value, own in both
-        if _value_kind(value) != _value_kind(own)
+        f"'{name}' is {_value_kind(value)} where the architecture has {_value_kind(target)} values"
+        for name, value, target in both
+        if _value_kind(value) != _value_kind(target)
     ][:3]
     shapes = [
-        f"'{name}' is {tuple(value.shape)}, the architecture wants {tuple(own.shape)}"
-        for name, value, own in both
-        if value.shape != own.shape
+        f"'{name}' is {tuple(value.shape)}, the architecture wants {tuple(target.shape)}"
+        for name, value, target in both
+        if value.shape != target.shape
     ]
     problems += shapes[:3] + ([f"and {len(shapes) - 3} more shapes"] if len(shapes) > 3 else [])
     return f"architecture and tensors disagree: {'; '.join(problems)}" if problems else ""
