@@ -116,9 +116,9 @@ def choose_method(
             others = tuple(other for other in ready if other != method)
             return MethodChoice(method, f"{'; '.join(reasons)}, with proof", others, ready)
     few = len(images) <= TRIED["local"]  # then all of them were tried
-    beside = tuple(method for method in ready if method != "local" or few)
+    further = tuple(method for method in ready if method != "local" or few)
     reason = f"{'; '.join(reasons)}; noise may certify more, with probability"
-    return MethodChoice("smoothing", reason, beside, ready)
+    return MethodChoice("smoothing", reason, further, ready)
 
 
 def largest_tensor(model: PixelModel) -> int:

@@ -317,7 +317,7 @@ class Smoothing(CertifierOptions):
         super().__post_init__()
         draws = min(self.n0, self.samples) >= 1 and max(self.n0, self.samples) <= MOST_DRAWS
         enough = self.enough is None or 0 <= self.enough < math.inf
-        for stated, good, hint in (
+        for value, good, hint in (
             (
                 f"--sigma {self.sigma:g}",
                 0 < self.sigma <= LARGEST_SIGMA,
@@ -334,7 +334,7 @@ class Smoothing(CertifierOptions):
             (f"--seed {self.seed}", 0 <= self.seed < 1 << 64, "from 0 to 2^64"),
         ):
             if not good:
-                raise UsageError(f"{stated} is not possible", hint)
+                raise UsageError(f"{value} is not possible", hint)
 
     def require_reach(self) -> None:
         """Raise UsageError unless these draws can certify a radius, and one beyond `enough`."""

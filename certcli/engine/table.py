@@ -53,7 +53,8 @@ def _functions_of(owner: Any) -> Names:
     same = len(before) == len(content) and all(map(operator.is_, before, content))
     if same and all(function.__code__ is code for function, code in coded):
         return names
-    coded, names = [], {}
+    coded = []
+    names = {}
     for name, value in vars(owner).items():
         inner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
         if callable(inner):

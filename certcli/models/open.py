@@ -298,9 +298,9 @@ def with_statistics(hints: Hints, normaliser: Normaliser, path: Path) -> Hints:
 
 def read_with(reading: Reading, hints: Hints, normaliser: Normaliser) -> Reading:
     """Return the reading with the file's statistics, and a doubt where options overrule them."""
-    stated = {"mean": hints.mean, "std": hints.std}
+    of_hints = {"mean": hints.mean, "std": hints.std}
     facts = tuple(
-        replace(fact, origin=normaliser.origin) if stated.get(fact.name, fact) is None else fact
+        replace(fact, origin=normaliser.origin) if of_hints.get(fact.name, fact) is None else fact
         for fact in reading.facts
     )
     options = (("--mean", hints.mean, normaliser.mean), ("--std", hints.std, normaliser.std))

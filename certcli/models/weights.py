@@ -195,14 +195,14 @@ def misfit(net: nn.Module, tensors: Mapping[str, Tensor]) -> str:
     problems += [f"unexpected {first_names(surplus)}"] if surplus else []
     both = [(name, tensors[name], expected[name]) for name in sorted(expected) if name in tensors]
     problems += [
-        f"'{name}' is {_value_kind(value)} where the architecture has {_value_kind(target)} values"
-        for name, value, target in both
-        if _value_kind(value) != _value_kind(target)
+        f"'{name}' is {_value_kind(value)} where the architecture has {_value_kind(expected)} values"
+        for name, value, expected in both
+        if _value_kind(value) != _value_kind(expected)
     ][:3]
     shapes = [
-        f"'{name}' is {tuple(value.shape)}, the architecture wants {tuple(target.shape)}"
-        for name, value, target in both
-        if value.shape != target.shape
+        f"'{name}' is {tuple(value.shape)}, the architecture wants {tuple(expected.shape)}"
+        for name, value, expected in both
+        if value.shape != expected.shape
     ]
     problems += shapes[:3] + ([f"and {len(shapes) - 3} more shapes"] if len(shapes) > 3 else [])
     return f"architecture and tensors disagree: {'; '.join(problems)}" if problems else ""

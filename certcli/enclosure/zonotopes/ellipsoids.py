@@ -208,7 +208,8 @@ def _add_outer(gram: Tensor, columns: Tensor, norms: list[Tensor], lengths: Tens
     sparse = any(int(norm.count_nonzero()) <= _MOST * norm.numel() for norm in norms)
     for some in [slice(i, i + 1) for i in range(len(gram))] if sparse else [slice(None)]:
         for start, norm in zip(range(0, columns.shape[-1], _STRIP), norms, strict=True):
-            strip, rest = columns[:, some, start : start + _STRIP], columns[:, some, start:]
+            strip = columns[:, some, start : start + _STRIP]
+            rest = columns[:, some, start:]
             inverse = 1 / lengths[:, some]
             used = norm[:, some].any(1).nonzero()[:, 0]
             if len(used) <= _MOST * len(columns):
@@ -265,8 +266,8 @@ def factor(gram: Gram) -> Tensor:
     raised.diagonal(dim1=-2, dim2=-1).add_(room[:, None])
     lower, failed = torch.linalg.cholesky_ex(raised)
     lost_in_factor = rounding + gamma(2 * width + 16) * (trace + 2 * width * room)
-    lost = up(_residue(raised, lower) + lost_in_factor, width * width)
-    proven = (failed == 0) & (lost <= room)
+    missing = up(_residue(raised, lower) + lost_in_factor, width * width)
+    proven = (failed == 0) & (missing <= room)
     if bool(proven.all()):
         return lower
     ball = up(trace.sqrt(), 4)[:, None, None] * torch.eye(width).to(lower)  # NaN is not bounded
