@@ -25,7 +25,6 @@ from certcli.system.errors import (
     ArchitectureError,
     CertvitError,
     CheckpointError,
-    DataError,
     UsageError,
 )
 
@@ -104,23 +103,6 @@ def test_assertions_fail_with_figures(certified: Checkpoint) -> None:
         testing.assert_certified(certified, images, labels, radii=0.05, at_least=share.share - 0.01)
     with pytest.raises(UsageError, match="no share"):
         testing.assert_certified(certified, images, labels, at_least=40)
-
-
-def test_images_that_do_not_fit_are_refused(certified: Checkpoint) -> None:
-    images = torch.rand(2, 1, 8, 8)
-    for pixels, labels, message in (
-        (images * 255, [0, 1], r"\[0, 1\]"),
-        (images[:, :, :4], [0, 1], "do not fit a network"),
-        (images, None, "without labels"),
-        (images, [0], "labels of shape"),
-        (images, [0, 10], "label 10 is no class of the network, which has 10 classes"),
-        (images, [0, -1], "label -1 is no class"),
-        (images, [0, 0.5], "label 0.5 is no whole number"),
-        ([{"left": images, "right": images}], None, "a dictionary of left, right"),
-        (images / 0 * 0, [0, 1], r"\[0, 1\]"),
-    ):
-        with pytest.raises(DataError, match=message):
-            api.certify(certified, pixels, labels)
 
 
 def perceptron(width: int = 8, classes: int = 3) -> nn.Sequential:

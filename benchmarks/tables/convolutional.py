@@ -388,7 +388,7 @@ def _ours() -> Iterator[Row]:
         ("digits (ours)", "4C3F, plain and GloRo"),
         {
             "picture": f"certvit attack {{{plain}}}/net.safetensors {tested} "
-            "--gallery figure.png --force",
+            "--plot figure.png --force",
             "transfer": f"certvit attack {{{certified}}}/net.safetensors {tested} --source {{{plain}}}/net.safetensors",
             "own": f"certvit attack {{{certified}}}/net.safetensors {tested}",
         },

@@ -75,9 +75,6 @@ def require_option_names(passed: Iterable[str], allowed: Iterable[str], where: s
 
 _RADII = frozenset(("radii", "sigma", "enough"))
 """Options that hold radii or noise in pixel units, and may be written as a quotient."""
-_AUTO = "auto"
-_FIELDS = {"radii": "at"}
-"""Names of Python for fields of options that are called otherwise."""
 LARGEST = 2**63 - 1
 """Whole numbers beyond it fit into no seed, and into no count of images."""
 _SHOWN = 40
@@ -305,7 +302,8 @@ def fields_of(kind: Any, offered: Any) -> dict[str, str]:
     """Return those keyword arguments of a TypedDict that an options class has, and their fields."""
     names = {item.name for item in fields(kind)}
     offers = offered.__annotations__
-    pairs = {name: name if name in names else _FIELDS.get(name, name) for name in offers}
+    # the radii of method local have another name there
+    pairs = {name: "at" if name == "radii" and name not in names else name for name in offers}
     return {name: field for name, field in pairs.items() if field in names}
 
 
@@ -354,7 +352,7 @@ def _field_value(name: str, value: Any, hint: Any) -> Any:
 
 
 def _read_quotients(name: str, value: Any) -> Any:
-    if isinstance(value, str) and value != _AUTO:
+    if isinstance(value, str) and value != "auto":
         value = read_radius(name, value)
     if isinstance(value, (list, tuple)):
         return [

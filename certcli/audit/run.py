@@ -81,7 +81,8 @@ def run(
     passing = forward
     if images is not None or plan.precision != AUTO:
         precision, seconds = team.agree(lambda: _precision(plan, model, clock))
-        findings.precision, passing = precision, seconds or forward
+        findings.precision = precision
+        passing = seconds or forward
     clean = None
     if images is not None:
         tell(judging.Classifying.doing)

@@ -65,8 +65,7 @@ FIRST = 4
 CAREFUL = 1.25
 """A unit begins only if this multiple of its price is left."""
 UNSURE = 2.0
-GRACE = 2.0
-"""A unit may take this multiple of that and these seconds of work (imports, a machine that stalls), and more only where the
+"""A unit may take this multiple of that and of a second of work (imports, a machine that stalls), and more only where the
 first units of others still fit."""
 
 
@@ -281,5 +280,5 @@ def _next_unit(
     )
     prices = [wall(stage) for stage in eager if not stage.tries and stage is not best]
     others = sum(price for price in prices if price <= time_left)
-    enough = UNSURE * wall(best) + GRACE * clock.pace
+    enough = UNSURE * (wall(best) + clock.pace)
     return [], stages.index(best), min(limit(best), max(enough, time_left - others))

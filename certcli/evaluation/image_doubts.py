@@ -263,8 +263,7 @@ class SeenShare:
 
     def __str__(self) -> str:
         about = "" if self.exactly else "about "
-        verb = "is a" if self.images == 1 else "are"
-        return f"{about}{self.images:,} of these {self.of:,} images {verb} {self.kind} image{'s' * (self.images != 1)}"
+        return f"{about}{self.images:,} of these {self.of:,} images are {self.kind} images"
 
 
 def kept_of(images: Images) -> dict[str, Any]:

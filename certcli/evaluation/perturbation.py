@@ -47,8 +47,8 @@ class Region:
         where = torch.zeros(
             len(images), 1, *images.shape[2:], dtype=torch.bool, device=images.device
         )
-        for row, (top, left) in enumerate(corners):
-            where[row, :, top : top + patch.height, left : left + patch.width] = True
+        for row, (top, side) in enumerate(corners):
+            where[row, :, top : top + patch.height, side : side + patch.width] = True
         return Region("linf", 1.0, where=where)
 
     @staticmethod

@@ -36,8 +36,6 @@ Kind = TypeVar("Kind", bound=image_records.ImageRecord)
 LARGEST_RECORDS = 2 * 2**30
 """Bytes of a file of records: some ten million images."""
 
-NETWORK = "network"
-
 
 def digested(images: Images, team: processes.Team) -> Images:
     """The same images, digests computed by all processes: reading photographs takes long."""
@@ -155,7 +153,7 @@ class RecordFile:
         if not self._ends:
             if not self._streamed:
                 handle.truncate()
-            self._append([run.to_json() | ({NETWORK: network} if network else {})])
+            self._append([run.to_json() | ({"network": network} if network else {})])
             self._ends = [0 if self._streamed else self._handle.tell()]
 
     def _read(self, path: Path, data: bytes) -> None:

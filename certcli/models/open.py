@@ -123,17 +123,9 @@ def _open_source(source: str, hints: Hints) -> OpenCheckpoint:
     if is_name(source) and timm.is_model(source):
         return _from_timm(source, hints)
     hint = "give a .safetensors file, a folder with model.safetensors, a timm name, or hf-hub:OWNER/NAME"
-    raise CheckpointError(f"no file {source}", f"{_nearest_source(source)}{hint}")
-
-
-def _nearest_source(source: str) -> str:
-    """Return a question for the closest name of a file or a timm model, or ""."""
-    path = Path(source)
-    files = {file.name: str(file) for file in path.parent.glob("*.safetensors")}
-    near = [files[name] for name in get_close_matches(path.name, files, 1)]
-    if not near and is_name(source):
-        near = get_close_matches(source, timm.list_models(), 1, 0.8)
-    return f"did you mean '{near[0]}'? " if near else ""
+    near = get_close_matches(source, timm.list_models(), 1, 0.8) if is_name(source) else []
+    question = f"did you mean '{near[0]}'? " if near else ""
+    raise CheckpointError(f"no file {source}", f"{question}{hint}")
 
 
 def _from_file(path: Path, hints: Hints) -> OpenCheckpoint:

@@ -15,7 +15,6 @@ attack; validation and the agreement with an original network do.
 """
 
 import functools
-import platform
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -179,7 +178,7 @@ def is_faster() -> bool:
     try:
         processor = CPU_INFO.read_text()
     except OSError:
-        processor = platform.processor()
+        return False
     if "AuthenticAMD" not in processor or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     return _agrees()
@@ -272,13 +271,6 @@ def _bmm(matrix: Tensor, other: Tensor) -> Tensor | None:
     return parts[0][None] if len(parts) == 1 else torch.stack(parts)
 
 
-def _baddbmm(
-    added: Tensor, matrix: Tensor, other: Tensor, *, beta: float = 1, alpha: float = 1
-) -> Tensor | None:
-    product = _bmm(matrix, other)
-    return None if product is None else product.mul_(alpha).add_(added, alpha=beta)
-
-
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
@@ -307,5 +299,4 @@ _REPLACEMENTS: dict[Any, Callable[..., Tensor | None]] = {
     torch.ops.aten.mm.default: _mm,
     torch.ops.aten.addmm.default: _addmm,
     torch.ops.aten.bmm.default: _bmm,
-    torch.ops.aten.baddbmm.default: _baddbmm,
 }

@@ -102,6 +102,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "bytes of pixels": (lambda: (images()[0] * 255).byte().numpy(), "pixels of type uint8"),
     "channels last": (lambda: images()[0].permute(0, 2, 3, 1).numpy(), "do not fit"),
     "nothing": (lambda: iter(()), "no images"),
+    "of 255": (lambda: images()[0] * 255, r"\[0, 1\]"),
+    "NaN": (lambda: images()[0] / 0 * 0, r"\[0, 1\]"),
     "sizes": (lambda: [torch.rand(3, 2, 2), torch.rand(3, 3, 3)], "several sizes"),
     "texts": (lambda: ["a", "b"], "not 'a'"),
     "objects": (lambda: np.array([object()]), "not a ndarray"),

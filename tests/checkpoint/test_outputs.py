@@ -166,7 +166,7 @@ CASES: list[tuple[Callable[[Path], object], list[str], str]] = [
     (str, ["lipschitz", M, "--plot", "x" * 300 + ".png"], "too long"),
     (str, ["lipschitz", M, "--plot", "p.txt"], "a figure's name ends in .png"),
     # the same rule as for checkpoints: new, or --force
-    (existing("p.png"), ["attack", M, "--gallery", "p.png"], "exists already"),
+    (existing("p.png"), ["attack", M, "--plot", "p.png"], "exists already"),
 ]
 
 
@@ -227,7 +227,9 @@ def test_no_output_of_any_command_is_an_input_of_it(
     second = ["--vnnlib", "lines.jsonl"] if (output, source) == ("--result", "CKPT") else second
     words = [name, M, *second, *named, output, read, "--force"]
     refused(
-        folder, words + (needs.get(source, []) if output != "--gallery" else []), "is the input"
+        folder,
+        words + (needs.get(source, []) if (name, output) != ("attack", "--plot") else []),
+        "is the input",
     )
 
 

@@ -26,6 +26,7 @@ import torch
 from certcli.checkpoint import torch_file
 from certcli.checkpoint.torch_file import load_plain, stored_records
 from certcli.system.errors import CheckpointError, Refused
+from tests.helpers.grids import EVERY
 
 TENSORS = {"a": torch.arange(12.0), "b": torch.full((3, 2), 0.5)}
 
@@ -142,24 +143,15 @@ def test_what_training_scripts_save_beside_the_tensors_is_no_obstacle(tmp_path: 
     assert torch.equal(load_plain(tmp_path / "x.pth")["a"], TENSORS["a"])
 
 
-def test_the_records_are_those_of_pythons_zipfile(tmp_path: Path) -> None:
-    """Every byte of a record, at the place where torch maps it."""
-    data = saved()
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        expected = {name: archive.read(name) for name in archive.namelist()}
-    records = stored_records(io.BytesIO(data))
-    assert {each.name: data[each.start : each.start + each.size] for each in records} == expected
-
-
 def test_no_byte_of_the_directory_makes_two_networks_of_a_file(tmp_path: Path) -> None:
-    """Whatever is accepted reads the same mapped and unmapped: one bit of each byte of directory
-    and end flipped.
+    """Whatever is accepted reads the same mapped and unmapped: one bit of each third byte of directory
+    and end flipped, of each under CERTVIT_SOUNDNESS.
     """
     data = saved()
     path = tmp_path / "x.pth"
     start = data.index(b"PK\x01\x02")
     accepted = 0
-    for place in range(start, len(data)):
+    for place in range(start, len(data), 1 if EVERY else 3):
         path.write_bytes(data[:place] + bytes([data[place] ^ 8]) + data[place + 1 :])
         try:
             with path.open("rb") as file:

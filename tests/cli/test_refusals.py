@@ -182,7 +182,6 @@ def test_what_was_probably_meant(plain: Checkpoint, workshop: Path) -> None:
             "vit_tiny_patch16_244", {}, initialise=False
         ),
         "'deit_tiny_patch16_224'": lambda: open.open_checkpoint("deit_tiny_patch16_24"),
-        "plain.safetensors'": lambda: open.open_checkpoint(str(workshop / "plian.safetensors")),
     }
     for meant, ask in asked.items():
         with pytest.raises(errors.CertvitError) as refused:

@@ -263,7 +263,7 @@ def test_records_name_their_files_and_an_edited_name_is_refused(
         "--records",
         attacked,
     )
-    document(*words, "--gallery", tmp_path / "gallery.svg")  # a name with dollars is no mathematics
+    document(*words, "--plot", tmp_path / "gallery.svg")  # a name with dollars is no mathematics
     assert (tmp_path / "gallery.svg").stat().st_size > 10_000
     assert [row["file"] for row in rows_of(attacked)] == [row["file"] for row in rows]
     # a folder of splits and one of them are the same images

@@ -174,12 +174,6 @@ def test_false_verdicts_are_as_rare_as_the_intervals_say(available: int) -> None
     assert total <= intervals.CHANCE / 2
 
 
-def test_a_proven_share_is_rounded_down_and_a_measured_one_to_the_nearest() -> None:
-    look = intervals.Look(79, 120, 0.05, intervals.PASSED)
-    assert look.counted().startswith("79 of 120 images (65 %")
-    assert look.counted(proven=False).startswith("79 of 120 images (66 %")
-
-
 @pytest.mark.parametrize("available", [4, 60, 450])
 def test_the_chance_of_a_false_verdict_is_divided_among_the_looks(available: int) -> None:
     look = intervals.judge_sample(

@@ -40,7 +40,6 @@ RUNS = {
 """A short run of each command, its outputs to be added."""
 ENDINGS = {
     "--plot": ".png",
-    "--gallery": ".png",
     "--report": ".json",
     "--html": ".html",
     "--records": ".jsonl",
@@ -150,7 +149,7 @@ LONGER = {
 }
 """Options that give a run more steps to be stopped between."""
 RESUMABLE = {"adapt", "finetune", "certify", "attack"}
-NOT_RESUMED = ("--save-examples", "--gallery")
+NOT_RESUMED = (("attack", "--save-examples"), ("attack", "--plot"))
 
 
 class Plan(NamedTuple):
@@ -173,11 +172,7 @@ class Plan(NamedTuple):
         return words + ["--shard-size", "4kB"] * self.sharded + ["--resume"] * self.resume
 
     def outputs(self) -> list[tuple[str, str]]:
-        named = [
-            pair
-            for pair in named_words(self.name)
-            if self.name not in RESUMABLE or pair[0] not in NOT_RESUMED
-        ]
+        named = [pair for pair in named_words(self.name) if (self.name, pair[0]) not in NOT_RESUMED]
         return [
             (option, INDEX if self.sharded and option == "--output" else file)
             for option, file in named

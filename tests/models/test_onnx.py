@@ -354,6 +354,8 @@ def test_an_export_has_the_logits_bounds_and_radii_of_its_network(
     theirs = certvit.load(net, mean=0.5, std=0.5, input_size=SIZE)
     assert ours.reading.doubts == ()
     assert certvit.bound(ours).upper <= certvit.bound(theirs).upper * (1 + 1e-6)
+    if name == "swin" and not EVERY:
+        return
     found, expected = (margins_near(each, images[:1]) for each in (ours, theirs))
     # an exporter folds statistics into the convolution before them: one map in place of two
     assert found == pytest.approx(expected, rel=1e-4)

@@ -25,7 +25,7 @@ DRAWN = [  # words of the command, its option; what the figure says
     ),
     (
         ["attack", "plain", "-a", "fgsm", "-e", "0.7", "--no-checks"],
-        "--gallery",
+        "--plot",
         ["plain", "digits (test)", "attacked images"],
     ),
 ]

@@ -22,6 +22,9 @@ REAL = ("--arithmetic", "real", *DATA)
 OPTIONS = {"patch": ("--patch", 2, *DATA), "smoothing": (*DATA, *NOISE)}
 """By method: others prove, on a device in real arithmetic alone."""
 LAYER = ("--layers", "blocks.0.mlp.fc1", "--eta", 0.1)
+NEW_HEAD = {
+    "adapt, a new head": ("adapt NET -o OUT --force --goal certify --head 8,8 --epochs 1", DATA)
+}
 COMMANDS: dict[str, tuple[str, Sequence[object]]] = {
     "lipschitz": ("lipschitz NET", ()),
     **{
@@ -36,7 +39,7 @@ COMMANDS: dict[str, tuple[str, Sequence[object]]] = {
     "attack, patch": ("attack NET --norm patch --patch 2", DATA),
     "constrain": ("constrain NET -o OUT --force", LAYER),
     "adapt": ("adapt NET -o OUT --force", DATA),
-    "adapt, a new head": ("adapt NET -o OUT --force --goal certify --head 8,8 --epochs 1", DATA),
+    **(NEW_HEAD if grids.EVERY else {}),
     "finetune": (
         "finetune NET -o OUT --force --steps 1 --batch-size 4 --validation-limit 4 --augment crop,warp",
         DATA,

@@ -35,7 +35,6 @@ RIGHT = draw(96, 130, seed=1)
 BIAS = draw(130, seed=2)
 TOKENS = draw(5, 40, 96)
 PAIR = draw(3, 160, 96), draw(3, 96, 130, seed=1)
-ADDED = draw(3, 160, 130, seed=3)
 PRODUCTS: dict[str, Callable[[Callable[[Tensor], Tensor]], Tensor]] = {
     "mm": lambda cast: cast(LEFT) @ cast(RIGHT),
     "left transposed": lambda cast: cast(LEFT.mT.contiguous()).mT @ cast(RIGHT),
@@ -46,7 +45,6 @@ PRODUCTS: dict[str, Callable[[Callable[[Tensor], Tensor]], Tensor]] = {
     "linear without bias": lambda cast: F.linear(cast(TOKENS), cast(RIGHT.mT.contiguous())),
     "bmm": lambda cast: torch.bmm(*map(cast, PAIR)),
     "one of a batch": lambda cast: torch.bmm(*(cast(operand[:1]) for operand in PAIR)),
-    "baddbmm": lambda cast: torch.baddbmm(cast(ADDED), *map(cast, PAIR), beta=0.5, alpha=2.0),
 }
 LEFT_ALONE: dict[str, Callable[[], Tensor]] = {
     "float64": lambda: LEFT.double() @ RIGHT.double(),
@@ -183,8 +181,8 @@ WATCHED = (
     "contextlib.py",
 )
 """Files in whose lines the timer rings: those that enter and leave modes."""
-EVERY = 7
-"""Each case of the test rings in every seventh line."""
+EVERY = 15
+"""Each case of the test rings in every fifteenth line."""
 FIRST = range(EVERY) if grids.EVERY else (0,)
 
 

@@ -155,7 +155,7 @@ class AttackOutput:
     save_examples: Path | None = options.option(
         None, "Write adversarial examples as safetensors.", mark=Writes()
     )
-    gallery: Path | None = options.option(
+    plot: Path | None = options.option(
         None,
         "Draw images, perturbations and predictions: FILE.png, .svg or .pdf.",
         metavar="FILE",
@@ -164,14 +164,14 @@ class AttackOutput:
 
     @property
     def keeps_images(self) -> bool:
-        return self.save_examples is not None or self.gallery is not None
+        return self.save_examples is not None or self.plot is not None
 
     def check(self) -> None:
         """UsageError on wishes that contradict, before any work."""
         if self.resume and self.keeps_images:
             raise errors.UsageError(
                 "the records that --resume reads hold no images",
-                "leave out --save-examples, --gallery",
+                "leave out --save-examples, --plot",
             )
 
 
@@ -191,7 +191,7 @@ class AttackOutput:
         "minimum",
         "records",
         "resume",
-        "gallery",
+        "plot",
     ),
     panels={"patch": "Patches"},
 )

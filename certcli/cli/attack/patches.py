@@ -42,7 +42,7 @@ def asks_for_patches(
         "source": attacks.crafted_on,
         "pixels": attacks.pixels != "float",
         "save-examples": results.save_examples,
-        "gallery": results.gallery,
+        "plot": results.plot,
         "attack": [name for name in attacks.attacks if name != ATTACK],
     }
     for name, value in conflicting.items():

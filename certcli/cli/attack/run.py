@@ -134,17 +134,17 @@ class Session:
         if results.save_examples is not None and fallen:
             write_safetensors(results.save_examples, collect(fallen), {}, force)
             self.sink.note(f"wrote {results.save_examples}")
-        if results.gallery is None or not fallen:
+        if results.plot is None or not fallen:
             return
         record = self.checkpoint.record
         _draw_fallen(
             choose_exhibits(records_of[0]),
             names.names_of_classes(record.classes, record.class_names, self.images.classes),
-            results.gallery,
+            results.plot,
             name,
             self.images,
         )
-        self.sink.note(f"wrote {results.gallery}")
+        self.sink.note(f"wrote {results.plot}")
 
 
 class PassCounter:
@@ -298,7 +298,7 @@ def report_attacks(
     results.check()
     if results.keeps_images:
         processes.require_one(
-            "adversarial images are kept", "leave out --save-examples and --gallery, or torchrun"
+            "adversarial images are kept", "leave out --save-examples and --plot, or torchrun"
         )
     output.claim(source, attacks, data, results)
     if patch_attacked.asks_for_patches(attacks, data, patches, results):

@@ -10,8 +10,6 @@ from certcli.cli.shared import groups, output
 from certcli.cli.shared.command import command
 from certcli.system import errors, interpreter
 
-CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -83,7 +81,8 @@ def _torchvision_finding() -> Finding:
         remark += (
             "; certvit itself works. This torchvision was built for another torch; take "
             "both from one index: "
-            f"pip install --force-reinstall --no-deps torchvision=={public} --index-url {CPU_WHEELS}"
+            f"pip install --force-reinstall --no-deps torchvision=={public} "
+            "--index-url https://download.pytorch.org/whl/cpu"
         )
     return Finding("torchvision", installed, remark, broken=True)
 

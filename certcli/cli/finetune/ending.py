@@ -149,17 +149,17 @@ class Final:
         return f"validation clean {clean}, {certified}, bound {evidence['upper_text']} (proven)"
 
 
-def affordable_images(images: int, left: float | None, costs: tuple[float, float]) -> int:
+def affordable_images(images: int, seconds_left: float | None, costs: tuple[float, float]) -> int:
     """Return how many of the images are certified in the seconds that are left, FEWEST at least.
 
     Args:
-        left: None: all the time that it takes.
+        seconds_left: None: all the time that it takes.
         costs: seconds of the bound and of a certificate.
     """
     bound, certificate = costs
-    if left is None or certificate <= 0:
+    if seconds_left is None or certificate <= 0:
         return images
-    return min(images, max(FEWEST, int((left - bound) / certificate)))
+    return min(images, max(FEWEST, int((seconds_left - bound) / certificate)))
 
 
 def seconds(

@@ -290,9 +290,9 @@ class Training:
         )  # before the proof, which may take longer than is left
         spent = time.perf_counter() - self.started
         sink.note(f"wrote {self.path}: epoch {best}; {spent:.0f} s so far")
-        left = None if self.ends is None else self.ends - time.perf_counter()
+        seconds_left = None if self.ends is None else self.ends - time.perf_counter()
         images = validation.limit(settings.validation_limit, settings.seed)
-        count = ending.affordable_images(len(images), left, self.proof_costs)
+        count = ending.affordable_images(len(images), seconds_left, self.proof_costs)
         if count < len(images):
             sink.note(
                 f"certified: {count} of {len(images)} images, to keep to {settings.time_budget}"

@@ -169,19 +169,6 @@ def show_near_images(
     images = groups.Evaluation(
         dataset=data.dataset, data_dir=data.data_dir, limit=data.limit, seed=data.seed
     ).images(audited.checkpoint.record, sink)
-    rows = _near_rows(network, images, options, sink)
-    _show_near_table(rows, images, audited, options, sink)
-    return {
-        "norm": options.near.norm,
-        "seed": data.seed,
-        "dataset": record_lines.describe_images(images),
-        "images": [_near_document(index, near) for index, near in rows],
-    }
-
-
-def _near_rows(
-    network: AroundImages, images: Images, options: command.LipschitzOptions, sink: Sink
-) -> list[Row]:
     rows: list[Row] = []
     near = _balls_of(options)
     with sink.progress("slopes near images", total=len(images) * len(near)) as bar:
@@ -189,7 +176,13 @@ def _near_rows(
             for proven in network.each(pixels, near):
                 rows.append((int(indices[0]), proven))
                 bar.advance()
-    return rows
+    _show_near_table(rows, images, audited, options, sink)
+    return {
+        "norm": options.near.norm,
+        "seed": data.seed,
+        "dataset": record_lines.describe_images(images),
+        "images": [_near_document(index, proven) for index, proven in rows],
+    }
 
 
 def _show_near_table(

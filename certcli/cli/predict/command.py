@@ -18,10 +18,6 @@ if TYPE_CHECKING:
     from certcli.certify.patch.certifier import ClassProbability
 
 
-COLOURS = 3
-"""Channels of ImageNet's images."""
-
-
 @group()
 class Pictures:
     """What is classified, and by what."""
@@ -87,7 +83,7 @@ def predict(
     decode = decoding.Decoder(checkpoint.record.input)
     names = known_class_names(record.classes, record.class_names)
     if record.class_names is None and names is not None:
-        if record.input.size[0] == COLOURS:
+        if record.input.size[0] == 3:  # as ImageNet's images
             sink.note("the classes are named as those of ImageNet, since there are 1,000")
         else:
             names = None

@@ -312,7 +312,7 @@ def defaults_in_files(command: str, parameters: list[Any], context: Any) -> dict
                 )
             parameter = allowed[key]
             where = f"{path}: [{command}] {key}"
-            words = _typed_words(value, parameter.multiple, where)
+            words = _typed_words(value, parameter.multiple)
             try:
                 parameter.process_value(context, words)
             except Exception as failure:  # Typer's, of whichever click it brings
@@ -343,15 +343,8 @@ def _settings_table(path: Path, place: tuple[str, ...]) -> dict[str, Any]:
     return table
 
 
-def _typed_words(value: Any, several: bool, where: str) -> Any:
-    """Return a value of TOML as it is typed."""
-    if isinstance(value, list) and several:
-        return [_typed_words(item, False, where) for item in value]
+def _typed_words(value: Any, several: bool) -> Any:
+    """Return a value of TOML as it is typed; the option refuses what it does not take."""
     if several:
-        return [_typed_words(value, False, where)]
-    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
-        return str(value)
-    raise errors.UsageError(
-        f"{where}: {type(value).__name__} is no value of this option",
-        "a text, a number, or a list of them",
-    )
+        return [str(item) for item in (value if isinstance(value, list) else [value])]
+    return str(value)

@@ -231,13 +231,13 @@ def margin_attack(steps: int) -> methods.Attack:
     ) -> Tensor:
         draw = random.Random(seed)
         sides = zip(image.shape[-2:], (patch.height, patch.width), strict=True)
-        top, left = (draw.randint(0, side - inner) for side, inner in sides)
-        region = perturbation.Region.within(patch, [(top, left)], image)
+        row, column = (draw.randint(0, side - inner) for side, inner in sides)
+        region = perturbation.Region.within(patch, [(row, column)], image)
         # a random start
         settings = AttackSettings(steps=PATCH_STEPS, restart=AttackSettings.targets + 1, seed=seed)
         return region.project(
             margin_pgd(
-                TouchedPasses(certifier, patch, (top, left)), image, classes, region, settings
+                TouchedPasses(certifier, patch, (row, column)), image, classes, region, settings
             ),
             image,
         )

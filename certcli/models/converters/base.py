@@ -200,7 +200,7 @@ _CAUSES: tuple[tuple[str, str, str], ...] = (
         "make it one tensor first: torch.nn.utils.prune.remove(module, name)",
     ),
     (
-        r"(^|\.)parametrizations\.|_[uvg]$",
+        r"(^|\.)parametrizations\.|_[uv]$",
         "belongs to a parametrized layer",
         "make it one tensor first: torch.nn.utils.parametrize.remove_parametrizations(module, name)",
     ),
@@ -211,6 +211,8 @@ _CAUSES: tuple[tuple[str, str, str], ...] = (
     ),
 )
 """Names by which libraries store what changes the weights, what it is, and how it is undone."""
+_COMPUTED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+"""Types in which torch takes norms."""
 _MOST_NETWORKS = 64
 _DEEPEST = 12
 """Parts that programs add in front of a name, at most."""
@@ -325,3 +327,40 @@ def _roots(candidates: Mapping[str, list[str]]) -> list[str]:
         parts = name.split(".")[:-1][:_DEEPEST]
         roots |= {".".join(parts[: count + 1]) + "." for count in range(len(parts))}
     return sorted(roots, key=lambda root: (root.count("."), root))[:_MOST_NETWORKS]
+
+
+def without_weight_norm(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the tensors with each weight g v / |v| of a weight norm computed, and these names.
+
+    g is `W.original0` (or W_g) and v `W.original1` (or W_v); the norm is over the axes where g has
+    length 1. ArchitectureError: a norm is zero or g has another shape.
+    """
+    result = dict(tensors)
+    computed = []
+    for name in tensors:
+        match = re.fullmatch(r"(.*?)(?:parametrizations\.(\w+)\.original0|(weight)_g)", name)
+        if match is None:
+            continue
+        target = f"{match[1]}{match[2] or match[3]}"
+        other = name[:-1] + "1" if match[2] else name[:-1] + "v"
+        if other not in tensors or target in tensors:
+            continue
+        gains = tensors[name]
+        directions = tensors[other]
+        axes = [axis for axis in range(gains.dim()) if gains.shape[axis] == 1]
+        if (
+            gains.dim() != directions.dim()
+            or not axes
+            or {gains.dtype, directions.dtype} - _COMPUTED
+        ):
+            continue
+        norms = torch.linalg.vector_norm(directions, dim=axes, keepdim=True)
+        raise_if(
+            norms.shape != gains.shape or not bool((norms > 0).all()),
+            ArchitectureError,
+            f"'{one_line(name)}' and '{one_line(other)}' are no weight norm: of other shapes, or of norm zero",
+        )
+        del result[name], result[other]
+        result[target] = directions * (gains / norms)
+        computed.append(target)
+    return result, computed

@@ -352,7 +352,7 @@ def convert_transformers(tensors: Mapping[str, Tensor], path: Path, hints: Hints
         )
     config = decoded_config(config_file, family.config)
     try:
-        network = family.describe(config, architecture)
+        arch, arguments, surgery = family.describe(config, architecture)
     except Refused as refusal:
         raise ArchitectureError(f"{config_file}: {refusal}") from refusal
     spec, origins, doubts = input_spec(config, path.parent / PIXELS, hints)
@@ -367,14 +367,14 @@ def convert_transformers(tensors: Mapping[str, Tensor], path: Path, hints: Hints
     network_tensors = family.finish(with_joined_qkv(network_tensors))
     names = None if features else class_names_in(dict(config.id2label or {}))
     record = Record(
-        arch=network.arch,
-        arch_args={**network.arguments, **({} if features is None else {"num_classes": 0})},
+        arch=arch,
+        arch_args={**arguments, **({} if features is None else {"num_classes": 0})},
         input=spec,
         classes=config.classes if features is None else 0,
         class_names=None if names is None else plain_names(names),
-        surgery=network.surgery,
+        surgery=surgery,
     )
-    origins = {**dict.fromkeys((*network.arguments, "architecture"), CONFIG), **origins}
+    origins = {**dict.fromkeys((*arguments, "architecture"), CONFIG), **origins}
     if ignored := [option for option in hints.given if option.startswith("--arch")]:
         doubts.append(f"{CONFIG} describes the architecture: {', '.join(ignored)} ignored")
     return Converted(

@@ -15,6 +15,7 @@ from certcli.models.converters.base import (
     renamed,
     require_merged,
     tensors_by_name,
+    without_weight_norm,
 )
 from certcli.models.converters.wrapping import (
     EMA,
@@ -57,7 +58,7 @@ def without_wrapping(bare: Bare, path: Path, weights: str | None, anchors: re.Pa
     # parts `_name` but the last: so FSDP, DDP, activation checkpoints and compilers call what they wrap
     pattern = re.compile(r"(?<![^.])_\w+\.")
     private = tuple(sorted({part for name in bare.tensors for part in pattern.findall(name)}))
-    tensors = renamed(bare.tensors, [(pattern.pattern, "")])
+    tensors, computed = without_weight_norm(renamed(bare.tensors, [(pattern.pattern, "")]))
     require_merged(path, tensors)
     taken = ""
     normaliser = None
@@ -78,7 +79,8 @@ def without_wrapping(bare: Bare, path: Path, weights: str | None, anchors: re.Pa
             break
         tensors = _tensors_under(tensors, prefix)
         taken += prefix
-    bare = replace(bare, tensors=tensors, prefix=taken, normaliser=normaliser, private=private)
+    bare = replace(bare, tensors=tensors, prefix=taken, normaliser=normaliser)
+    bare = replace(bare, computed=tuple(computed), private=private)
     if places := _roots_of(tensors, anchors):
         bare = _network_under_root(bare, path, weights, places)
     has_averaged = any(name.partition(".")[0] in EMA for name in tensors)

@@ -93,15 +93,8 @@ _ACTIVATIONS = {
 }
 
 
-@dataclass(frozen=True)
-class TimmNetwork:
-    """A config's architecture in timm: name, arguments, modules with an eps of their own."""
-
-    arch: str
-    arguments: dict[str, Any]
-    surgery: tuple[Replacement, ...] = ()
-
-
+TimmNetwork = tuple[str, dict[str, Any], tuple[Replacement, ...]]
+"""A config's architecture in timm: name, arguments, modules with an eps of their own."""
 Described = Callable[[Any, str], TimmNetwork]
 
 
@@ -190,9 +183,9 @@ def _plain_transformer(config: TokenConfig, architecture: str) -> TimmNetwork:
     arguments = {**_tokens(config), **_activation_argument(config), "qkv_bias": config.qkv_bias}
     if not config.model_type.startswith("dinov2"):
         if architecture.endswith("WithTeacher"):
-            return TimmNetwork("deit_base_distilled_patch16_224", arguments)
+            return "deit_base_distilled_patch16_224", arguments, ()
         distilled = {"reg_tokens": 1} if config.model_type == "deit" else {}
-        return TimmNetwork("vit_base_patch16_224", {**arguments, **distilled})
+        return "vit_base_patch16_224", {**arguments, **distilled}, ()
     raise_if(
         config.use_swiglu_ffn,
         Refused,
@@ -203,9 +196,8 @@ def _plain_transformer(config: TokenConfig, architecture: str) -> TimmNetwork:
         arguments["reg_tokens"] = config.num_register_tokens
     # its head reads the mean of the patches too
     has_classifier = architecture.endswith("ForImageClassification")
-    return TimmNetwork(
-        "certvit_dinov2_classifier" if has_classifier else "vit_small_patch14_dinov2", arguments
-    )
+    arch = "certvit_dinov2_classifier" if has_classifier else "vit_small_patch14_dinov2"
+    return arch, arguments, ()
 
 
 def _beit(config: TokenConfig, _: str) -> TimmNetwork:
@@ -221,16 +213,13 @@ def _beit(config: TokenConfig, _: str) -> TimmNetwork:
         Refused,
         f"timm's BEiT has no activation '{one_line(config.hidden_act)[:40]}'",
     )
-    return TimmNetwork(
-        "beit_base_patch16_224",
-        {
-            **_tokens(config),
-            "init_values": config.layer_scale_init_value or None,
-            "use_abs_pos_emb": config.use_absolute_position_embeddings,
-            "use_rel_pos_bias": config.use_relative_position_bias,
-            "use_shared_rel_pos_bias": config.use_shared_relative_position_bias,
-        },
-    )
+    further = {
+        "init_values": config.layer_scale_init_value or None,
+        "use_abs_pos_emb": config.use_absolute_position_embeddings,
+        "use_rel_pos_bias": config.use_relative_position_bias,
+        "use_shared_rel_pos_bias": config.use_shared_relative_position_bias,
+    }
+    return "beit_base_patch16_224", {**_tokens(config), **further}, ()
 
 
 def _transformers_swin(config: SwinConfig, _: str) -> TimmNetwork:
@@ -269,11 +258,9 @@ def _transformers_swin(config: SwinConfig, _: str) -> TimmNetwork:
         **activation,
     }
     if second:
-        return TimmNetwork(
-            "swinv2_tiny_window8_256",
-            {**arguments, "pretrained_window_sizes": config.pretrained_window_sizes},
-        )
-    return TimmNetwork("swin_tiny_patch4_window7_224", arguments)
+        arguments["pretrained_window_sizes"] = config.pretrained_window_sizes
+    arch = "swinv2_tiny_window8_256" if second else "swin_tiny_patch4_window7_224"
+    return arch, arguments, ()
 
 
 def _transformers_convnext(config: ConvNextConfig, _: str) -> TimmNetwork:
@@ -289,9 +276,9 @@ def _transformers_convnext(config: ConvNextConfig, _: str) -> TimmNetwork:
     # the other norms have timm's 1e-6
     last = Replacement("head.norm", "norm-eps", {"eps": config.layer_norm_eps})
     if config.model_type == "convnextv2":
-        return TimmNetwork("convnextv2_tiny", arguments, (last,))
+        return "convnextv2_tiny", arguments, (last,)
     arguments["ls_init_value"] = 1e-6 if config.layer_scale_init_value > 0 else None
-    return TimmNetwork("convnext_tiny", arguments, (last,))
+    return "convnext_tiny", arguments, (last,)
 
 
 def _with_positions(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -55,6 +55,7 @@ class Bare:
         original: Whether timm's filter renamed the tensors.
         normaliser: The pixel statistics that it holds beside the network.
         private: The parts `_name` that its names had.
+        computed: The weights that were computed of those of a weight norm.
         aside: The file's names that are none of the network's.
         doubts: A sentence for each reason why the network may be another one than its author's.
     """
@@ -65,6 +66,7 @@ class Bare:
     original: bool = False
     normaliser: Normaliser | None = None
     private: tuple[str, ...] = ()
+    computed: tuple[str, ...] = ()
     aside: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
 
@@ -90,6 +92,7 @@ class Bare:
         facts = (
             (self.keys, Fact("weights", keys, "the file")),
             (parts, Fact("names", f"without {first_names(parts)}", "the file")),
+            (self.computed, Fact("computed", first_names(self.computed), "a weight norm")),
             (self.aside, Fact("set aside", first_names(self.aside), "the file")),
             (
                 self.original,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from certcli.models.onnx.call import Call, reads_operators
+from certcli.models.onnx.call import READERS, Call, reads_operators
 from certcli.models.onnx.program import on_meta
 from certcli.nn.layers import Rounded
 from certcli.system.errors import Refused
@@ -67,11 +67,6 @@ _MODULES: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
 
 ONNX's Softplus is log(1 + e^x); torch's is x beyond a threshold, at 40 to the last digit of float64."""
 _FOLDED = {"Max": torch.maximum, "Min": torch.minimum, "Sum": operator.add}
-
-
-@reads_operators(*_BINARY)
-def read_binary(call: Call) -> Any:
-    return call.apply(_BINARY[call.op], *_broadcast_operands(call))
 
 
 def _broadcast_operands(call: Call) -> tuple[Any, Any]:
@@ -194,27 +189,11 @@ def read_cast(call: Call) -> Any:
     return value
 
 
-@reads_operators("Where")
-def read_where(call: Call) -> Any:
-    return call.apply(torch.where, call.tensor(0), call.value(1), call.value(2))
-
-
 @reads_operators("Shape")
 def read_shape(call: Call) -> Any:
     sizes = list(call.shape())
     first = call.attribute("start", 0)
     return torch.tensor(sizes[first : call.attribute("end", len(sizes))], dtype=torch.int64)
-
-
-@reads_operators("Size")
-def read_size_operator(call: Call) -> Any:
-    return torch.tensor(on_meta(call.value()).numel())
-
-
-@reads_operators("ConstantOfShape")
-def read_filled(call: Call) -> Any:
-    value = call.attribute("value", torch.zeros(1))
-    return call.apply("expand", value.reshape(()), call.numbers(0) or [])
 
 
 @reads_operators("Range")
@@ -282,3 +261,17 @@ def read_constant(call: Call) -> Any:
     whole = name in ("value_int", "value_ints")
     call.require(whole or name in ("value_float", "value_floats"), f"a constant of {name}")
     return torch.tensor(value, dtype=torch.int64 if whole else torch.float32)
+
+
+READERS.update(
+    {
+        **dict.fromkeys(
+            _BINARY, lambda call: call.apply(_BINARY[call.op], *_broadcast_operands(call))
+        ),
+        "Where": lambda call: call.apply(torch.where, call.tensor(0), call.value(1), call.value(2)),
+        "Size": lambda call: torch.tensor(on_meta(call.value()).numel()),
+        "ConstantOfShape": lambda call: call.apply(
+            "expand", call.attribute("value", torch.zeros(1)).reshape(()), call.numbers(0) or []
+        ),
+    }
+)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
-from certcli.models.onnx.call import Call, permuted, reads_operators
+from certcli.models.onnx.call import READERS, Call, permuted, reads_operators
 from certcli.models.onnx.program import shape_of
 
 _FAR = 2**62
@@ -153,11 +153,6 @@ def read_expand(call: Call) -> Any:
     return call.apply("expand", call.value(), *spread)
 
 
-@reads_operators("Tile")
-def read_tile(call: Call) -> Any:
-    return call.apply("repeat", call.value(), *(call.numbers(1) or []))
-
-
 @reads_operators("Pad")
 def read_pad(call: Call) -> Any:
     amounts = call.listed("pads", 1, 11) or []
@@ -225,7 +220,7 @@ def read_pixel_blocks(call: Call) -> Any:
     return _reshape_images(call, call.apply("permute", parts, [0, *order]), [batch, *merged])
 
 
-@reads_operators("Einsum")
-def read_einsum(call: Call) -> Any:
-    values = map(call.value, range(len(call.inputs)))
-    return call.apply(torch.einsum, call.attribute("equation"), *values)
+READERS["Tile"] = lambda call: call.apply("repeat", call.value(), *(call.numbers(1) or []))
+READERS["Einsum"] = lambda call: call.apply(
+    torch.einsum, call.attribute("equation"), *map(call.value, range(len(call.inputs)))
+)
