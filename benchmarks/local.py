@@ -4,9 +4,9 @@ r"""CPU seconds of local certificates, beside those of another commit, as ratios
 
 Each row runs in a process of its own with this tree and with that of COMMIT, one after the other, --rounds times; the
 table shows the least CPU seconds of both, start-up apart, and their ratio. `walks`: eight digits images of
-certvit/digits-vit at l2 .1, in one walk where a tree has such; `width 64`: one of a ViT of 17 tokens, width 64, depth 2, random weights, at .005;
-`around`: ten ways back at one digits image; `cuts`: --effort branch at two digits images that one walk does not prove
-at .5. What COMMIT cannot run or prove is -.
+certvit/digits-vit at l2 .1, in one walk where a tree has such; `width 64`: one of a ViT of 17 tokens, width 64, depth 2,
+random weights, at .005; `around`: ten ways back at one digits image; `cuts`: --effort branch at two digits images that
+one walk does not prove at .5. What COMMIT cannot run or prove is -.
 """
 
 import argparse
