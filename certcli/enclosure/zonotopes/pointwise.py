@@ -7,7 +7,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from certcli.enclosure.slopes.pulls import filled
 from certcli.enclosure.zonotopes.backward import BACK, Hinge, Node, tightened
 from certcli.enclosure.zonotopes.columns import (
     FUNCTION,
@@ -25,6 +24,7 @@ from certcli.enclosure.zonotopes.ellipsoids import (
     ball_gram,
     enclosing,
     fibres,
+    filled,
     group_of,
     may_join,
     of_products,

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from certcli.enclosure.slopes.pulls import filled
 from certcli.enclosure.zonotopes.backward import BACK, Node
 from certcli.enclosure.zonotopes.columns import (
     Blocks,
@@ -25,6 +24,7 @@ from certcli.enclosure.zonotopes.ellipsoids import (
     ball_parts,
     factor,
     fibres,
+    filled,
     group_of,
     may_join,
     of_matrix_products,
