@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from os.path import exists
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -168,6 +169,29 @@ def draw_layers(
         axes.axvline(0, color=INK, linewidth=0.8)
         axes.set_xlabel("log10 of the layer's Lipschitz constant (proven; all images in [0, 1])")
         axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=1, borderaxespad=0.2)
+
+
+def draw_around(
+    points: Sequence[tuple[float, float, float]], norm: str, path: Path, title: str
+) -> None:
+    """points: (radius, proven, measured) near each image; what has no bound is left out."""
+    with figure(path, (6.4, 4.2), title) as axes:
+        for place, color, label in (
+            (1, BLUE, "proven: no slope in the ball is larger"),
+            (2, VERMILION, "measured: some slope in the ball"),
+        ):
+            at: dict[float, list[float]] = {}
+            for point in sorted(points):
+                if point[place] < float("inf"):
+                    at.setdefault(point[0], []).append(point[place])
+            medians = [median(values) for values in at.values()]
+            axes.plot([*at], medians, color=color, marker="o", label=f"{label} (median)")
+            for radius, values in at.items():
+                axes.plot([radius] * len(values), values, ".", color=color, alpha=0.35)
+        axes.set_xlabel(f"radius around each image ({norm}, pixels in [0, 1])")
+        axes.set_ylabel("slope of the margin")
+        axes.set_ylim(bottom=0)
+        axes.legend()
 
 
 @dataclass(frozen=True)

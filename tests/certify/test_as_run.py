@@ -44,7 +44,7 @@ SIZE = (1, 2, 2)
 Logits = Callable[[Any, Tensor], Tensor]
 
 
-def two_classes(forward: Logits = lambda m, x: m.parts[0](x.flatten(1))) -> nn.Module:
+def by_one_layer(forward: Logits = lambda m, x: m.parts[0](x.flatten(1))) -> nn.Module:
     """Two classes of four pixels by one linear layer."""
     layer = nn.Linear(4, 2)
     layer.weight.data = torch.tensor([[1.0] * 4, [-1.0] * 4])
@@ -53,7 +53,7 @@ def two_classes(forward: Logits = lambda m, x: m.parts[0](x.flatten(1))) -> nn.M
 
 
 def by(name: str) -> nn.Module:
-    return two_classes(lambda m, x: m.parts[0](BY[name](x.flatten(1))))
+    return by_one_layer(lambda m, x: m.parts[0](BY[name](x.flatten(1))))
 
 
 BY: dict[str, Callable[[Tensor], Tensor]] = {
@@ -83,7 +83,7 @@ def by_mean_elsewhere(m: Any, x: Tensor) -> Tensor:
     return torch.cat([by_mean(m, x)[:, :2], other - 1e3], 1)
 
 
-def by_place(move: float, dtype: torch.dtype, fewest: int = 3, place: int = -1) -> nn.Module:
+def one_logit_moves(move: float, dtype: torch.dtype, fewest: int = 3, place: int = -1) -> nn.Module:
     """One logit of one image of a large batch moves, to one side, in one precision."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def by_place(move: float, dtype: torch.dtype, fewest: int = 3, place: int = -1) 
         moved[place, 0] = move
         return logits + moved
 
-    return two_classes(forward)
+    return by_one_layer(forward)
 
 
 def certificates(module: nn.Module, **options: Any) -> Any:
@@ -107,16 +107,16 @@ def certificates(module: nn.Module, **options: Any) -> Any:
 def test_another_network_in_the_named_precision_is_refused(name: str) -> None:
     with pytest.raises(CertvitError, match="not the proven one"):
         certificates(by(name), arithmetic="float32")
-    assert len(certificates(two_classes(), arithmetic="float32")) == 8
+    assert len(certificates(by_one_layer(), arithmetic="float32")) == 8
 
 
 @pytest.mark.parametrize(
     "kind",
     [
         lambda: by("batch"),
-        lambda: two_classes(by_mean),
-        lambda: two_classes(by_mean_aside),
-        lambda: two_classes(by_mean_elsewhere),
+        lambda: by_one_layer(by_mean),
+        lambda: by_one_layer(by_mean_aside),
+        lambda: by_one_layer(by_mean_elsewhere),
     ],
     ids=["batch", "mean", "aside", "elsewhere"],
 )
@@ -133,7 +133,7 @@ def test_logits_that_depend_on_the_batch_are_refused(
 def test_one_image_whose_logit_moves_to_one_side_refuses_the_batch(
     arithmetic: str, move: float
 ) -> None:
-    network = by_place(move, getattr(torch, arithmetic))
+    network = one_logit_moves(move, getattr(torch, arithmetic))
     with pytest.raises(CertvitError, match="batch"):
         certificates(network, method="lipschitz", arithmetic=arithmetic)
 
@@ -141,11 +141,13 @@ def test_one_image_whose_logit_moves_to_one_side_refuses_the_batch(
 @pytest.mark.parametrize("place", [0, 1, -1])
 def test_every_image_of_a_batch_is_compared_before_anything_is_bounded(place: int) -> None:
     """Whatever compares a batch with its images alone looks at all of them."""
-    network = by_place(1.0, torch.float64, 2, place)
+    network = one_logit_moves(1.0, torch.float64, 2, place)
     proven = bound_network(network.eval().double(), SIZE, 2)
     assert not proven.upper.finite
     assert "batch" in proven.bound.why
-    late = certvit.load(by_place(1.0, torch.float64, 3, place), mean=0.0, std=1.0, input_size=SIZE)
+    late = certvit.load(
+        one_logit_moves(1.0, torch.float64, 3, place), mean=0.0, std=1.0, input_size=SIZE
+    )
     with pytest.raises(CertvitError, match="in a batch of 3"):
         certvit.bounds(late, torch.rand(3, *SIZE), 0.01)
 
@@ -153,7 +155,7 @@ def test_every_image_of_a_batch_is_compared_before_anything_is_bounded(place: in
 @pytest.mark.parametrize("place", [0, 50, -1])
 def test_smoothing_compares_images_of_the_batches_that_it_draws(place: int) -> None:
     """The first, the one in the middle and the last."""
-    network = by_place(10.0, torch.float32, 65, place)
+    network = one_logit_moves(10.0, torch.float32, 65, place)
     with pytest.raises(CertvitError, match="images beside it"):
         certificates(network, method="smoothing", samples=200, n0=100, batch_size=100)
 
@@ -390,6 +392,6 @@ def test_what_does_not_fit_is_refused_and_what_the_hint_names_fits(
 
 
 def test_a_measured_slope_lies_below_the_proven_bound_of_a_linear_network() -> None:
-    opened = certvit.load(two_classes(), mean=0.0, std=1.0, input_size=SIZE)
+    opened = certvit.load(by_one_layer(), mean=0.0, std=1.0, input_size=SIZE)
     slope = certvit.slope(opened, torch.rand(4, *SIZE)).value
     assert 0.999 * 8**0.5 < slope <= 8**0.5 <= float(certvit.bound(opened).upper)

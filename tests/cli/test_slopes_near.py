@@ -19,8 +19,12 @@ WORDS = ("--dataset", "digits", "--limit", 1, "--no-estimate")
 
 
 @pytest.fixture(scope="module")
-def report(workshop: Workshop) -> dict[str, Any]:
-    return document("lipschitz", workshop / "plain.safetensors", *WORDS, "--around", 0.02)
+def report(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    picture = tmp_path_factory.mktemp("near") / "near.svg"
+    words = ("--around", 0.02, "--plot", picture)
+    shown = document("lipschitz", workshop / "plain.safetensors", *WORDS, *words)
+    assert all(label in picture.read_text() for label in ("measured", "proven"))
+    return dict(shown)
 
 
 def test_the_report_says_what_is_proven_and_what_is_measured(report: dict[str, Any]) -> None:

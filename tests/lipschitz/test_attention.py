@@ -65,7 +65,7 @@ AXES = torch.linalg.qr(torch.cat([torch.ones(8, 1), torch.eye(8)[:, :7]], dim=1)
 """Orthonormal directions of tokens without mean: what a norm leaves as it is."""
 
 
-def normed(attention: nn.Module, mask: Tensor | None = None) -> nn.Module:
+def behind_floor(attention: nn.Module, mask: Tensor | None = None) -> nn.Module:
     """Tokens of length at most sqrt 8: a norm with a floor makes them of pixels, linearly, with the
     slope 1 / FLOOR.
     """
@@ -130,7 +130,7 @@ def test_no_term_of_dot_product_attention_can_be_spared(term: str) -> None:
     of sqrt(n/2) R |c|.
     """
     attention, tokens, share = _no_term_to_spare()[term]
-    net = normed(attention).double().eval()
+    net = behind_floor(attention).double().eval()
     found, _ = slope_at(net, pixels(tokens))
     bound = float(bound_network(net, tuple(tokens.shape), 3).upper)
     assert share * bound <= found <= bound
@@ -154,7 +154,7 @@ def test_no_factor_of_scores_from_the_image_can_be_spared() -> None:
     attention = f(added, *(nn.Linear(8, 1, bias=False) for _ in rows))
     for part, row in zip(attention.parts, rows, strict=True):
         part.weight = nn.Parameter(row[None])
-    net = normed(attention).double().eval()
+    net = behind_floor(attention).double().eval()
     slope, _ = slope_at(net, pixels(8**0.5 * torch.stack([e, -e])))
     assert slope <= float(bound_network(net, (2, 8), 3).upper) <= 1.001 * slope
 
@@ -172,7 +172,7 @@ def _l2(kind: str, distance: float, mask: Tensor) -> nn.Module:
     for name, size in (("query", 8**0.25 * distance / 8**0.5), ("value", 1.0), ("proj", 1.0)):
         if hasattr(attention, name):
             attention.get_submodule(name).weight.copy_(size * torch.eye(8))
-    return normed(attention, mask).double().eval()
+    return behind_floor(attention, mask).double().eval()
 
 
 @pytest.mark.parametrize("kind", ["l2-attention", "l2-untied-value-attention"])

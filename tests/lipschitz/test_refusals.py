@@ -56,7 +56,7 @@ class LouderMaxMin(MaxMin):
         return 100 * super().forward(x)
 
 
-def changed(net: nn.Module, change: Callable[[Any], object]) -> nn.Module:
+def made_over(net: nn.Module, change: Callable[[Any], object]) -> nn.Module:
     """Return the network, changed after it was made."""
     change(net)
     return net
@@ -68,7 +68,7 @@ def head() -> nn.Module:
 
 def attending(change: Callable[[Any], object], soft: bool = False) -> nn.Module:
     """Return a network of one attention, changed after it was made."""
-    mixing = changed(TokenMaxMin(4, 8, 1, across=4, soft=soft), change)
+    mixing = made_over(TokenMaxMin(4, 8, 1, across=4, soft=soft), change)
     return Net(lambda m, x: m.mixing(x.reshape(-1, 4, 8)).flatten(1)[:, :3], mixing=mixing)
 
 
@@ -138,13 +138,13 @@ def turned(
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "hook": (
-        lambda: changed(
+        lambda: made_over(
             head(), lambda net: net[1].register_forward_hook(lambda *args: 100 * args[2])
         ),
         "1 has a forward hook",
     ),
     "training": (
-        lambda: changed(head().eval(), lambda net: net[1].train()),
+        lambda: made_over(head().eval(), lambda net: net[1].train()),
         "1 is in training mode",
     ),
     "temperature without end": (
@@ -158,11 +158,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "has a forward hook",
     ),
     "patched forward": (
-        lambda: changed(head(), lambda net: setattr(net[1], "forward", lambda x: x[:, :3].exp())),
+        lambda: made_over(head(), lambda net: setattr(net[1], "forward", lambda x: x[:, :3].exp())),
         "exp",
     ),
     "patched helper": (
-        lambda: changed(
+        lambda: made_over(
             nn.Conv2d(2, 2, 3), lambda conv: setattr(conv, "_conv_forward", lambda x, *_: x.exp())
         ),
         "exp",
@@ -292,7 +292,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "positional scores of -2e5": (
         lambda: of_rows(
-            changed(
+            made_over(
                 L2Attention(AttentionShape(8, 2, 4, True, 8, True, gated=True)),
                 lambda odd: nn.init.constant_(odd.pos_proj.bias, -2e5),
             )
@@ -357,15 +357,15 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "does not run",
     ),
     "infinite weights": (
-        lambda: changed(head(), lambda net: net[1].weight.data[0].fill_(math.inf)),
+        lambda: made_over(head(), lambda net: net[1].weight.data[0].fill_(math.inf)),
         "infinite",
     ),
     "infinite kernel": (
-        lambda: changed(nn.Conv2d(2, 2, 3), lambda conv: conv.weight.data[0].fill_(math.inf)),
+        lambda: made_over(nn.Conv2d(2, 2, 3), lambda conv: conv.weight.data[0].fill_(math.inf)),
         "infinite",
     ),
     "infinite bias": (
-        lambda: changed(head(), lambda net: net[1].bias.data[0].fill_(math.inf)),
+        lambda: made_over(head(), lambda net: net[1].bias.data[0].fill_(math.inf)),
         "infinite",
     ),
 }
@@ -388,7 +388,7 @@ FOLLOWED: dict[str, Callable[[], nn.Module]] = {
     "overridden pair": lambda: attending(lambda m: setattr(m, "pair", LouderMaxMin())),
     "overridden forward": lambda: Net(lambda m, x: m.loud(x.flatten(1)), loud=Louder(32, 3)),
     "replaced part of attention": lambda: of_rows(
-        changed(
+        made_over(
             timm_layers.Attention(8, 2), lambda attention: setattr(attention, "qkv", Louder(8, 24))
         )
     ),

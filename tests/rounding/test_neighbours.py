@@ -83,7 +83,7 @@ def tokens(*parts: nn.Module, residual: nn.Module | None = None, mean: bool = Fa
     return f(forward, *parts, *joins, head, position=position, token=token)
 
 
-def divided() -> nn.Module:
+def quotients() -> nn.Module:
     return f(
         lambda m, x: (
             torch.roll((x / 0.7) / m.divisor, 2, 1).unflatten(-1, (2, 3)).flatten(-2).mul(1.3)
@@ -154,7 +154,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
                                 nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 8), trained(nn.BatchNorm1d(8)),
                                 nn.Hardtanh(-0.3, 0.7), nn.Linear(8, 5)),
     "average pooling": lambda: images(nn.Conv2d(1, 4, 3), nn.AvgPool2d(2, 1), nn.Flatten(), nn.Linear(36, 5)),
-    "division": lambda: tokens(divided()),
+    "division": lambda: tokens(quotients()),
     "GELU": lambda: images(nn.Flatten(), nn.Linear(36, 12), nn.GELU(), nn.Linear(12, 5)),
     "tanh GELU": lambda: images(nn.Flatten(), nn.Linear(36, 12), nn.GELU("tanh"), nn.Linear(12, 5)),
     "LayerNorm": lambda: tokens(nn.LayerNorm(6, eps=0.1)),

@@ -130,7 +130,7 @@ def show_views(
     documents: dict[str, Any] = {}
     if near is not None:
         documents["around"] = show_near_images(audited, near, options, sink)
-    if options.views.plot is not None:
+    elif options.views.plot is not None:
         view.draw_bound(audited, options.views.plot, sink)
     if options.views.other is not None:
         second = replace(options.source, ckpt=options.views.other)
@@ -177,6 +177,15 @@ def show_near_images(
                 rows.append((int(indices[0]), proven))
                 bar.advance()
     _show_near_table(rows, images, audited, options, sink)
+    if options.views.plot is not None:
+        from certcli.report.figures import draw_around
+
+        pairs = [
+            (near.around.radius, float(near.upper[near.rival]), float(near.slopes[near.rival]))
+            for _, near in rows
+        ]
+        title = f"{audited.name}: slopes near {len(images)} images"
+        draw_around(pairs, options.near.norm, options.views.plot, title)
     return {
         "norm": options.near.norm,
         "seed": data.seed,
