@@ -416,14 +416,14 @@ def without_the_sum(parts: object, slack: Tensor) -> Tensor:
     return root(parts, slack) / 3  # type: ignore[arg-type]
 
 
-def without_symbols(x: Form, _: Tensor) -> Form:
+def without_its_symbols(x: Form, _: Tensor) -> Form:
     return x
 
 
 PLANTED: dict[str, tuple[object, str, Callable[..., object], str]] = {
     "a group of another norm": (columns, "lengths", smaller_groups, "linear"),
     "groups of one ball": (ellipsoids, "root", without_the_sum, "reduction, mixed"),
-    "dropped symbols": (ellipsoids, "grouped", without_symbols, "reduction, mixed"),
+    "dropped symbols": (ellipsoids, "grouped", without_its_symbols, "reduction, mixed"),
 }
 
 

@@ -281,7 +281,7 @@ def bound(net: nn.Module) -> float:
     return float(outcome.context.settle(outcome.logits).base)
 
 
-def margins(net: nn.Module) -> list[float]:
+def margins_near(net: nn.Module) -> list[float]:
     image = torch.full((1, *WIDE), 0.5).double()
     ball = l2_ball(image, 0.02, squares_up_to=64, limit=400)
     found: list[float] = LocalNetwork(net, WIDE).margins(ball, 1).tolist()
@@ -296,17 +296,17 @@ def test_an_operation_that_does_nothing_settles_nothing(first: str, name: str) -
 
 @functools.cache
 def plain(first: str) -> list[float]:
-    return margins(network(first, lambda x: x))
+    return margins_near(network(first, lambda x: x))
 
 
 @pytest.mark.parametrize("first", ["norm", "linear"])
 @pytest.mark.parametrize("name", [name for name in NOTHING if "twice" not in name])
 def test_an_operation_that_does_nothing_changes_no_margin(first: str, name: str) -> None:
-    assert margins(network(first, NOTHING[name])) == plain(first)
+    assert margins_near(network(first, NOTHING[name])) == plain(first)
 
 
 @pytest.mark.parametrize("name", TOKENS)
 def test_a_token_is_read_alike_in_every_spelling(name: str) -> None:
     read, expected = (network("norm", TOKENS[of], 1) for of in (name, "item"))
     assert bound(read) == bound(expected)
-    assert margins(read) == margins(expected)
+    assert margins_near(read) == margins_near(expected)

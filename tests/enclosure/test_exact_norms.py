@@ -50,7 +50,7 @@ def moved(x: Form, step: float) -> list[Decimal]:
     ]
 
 
-def deviation(row: list[Decimal], eps: float) -> Decimal:
+def exact_deviation(row: list[Decimal], eps: float) -> Decimal:
     """Return sqrt(|y|^2 / d + eps)."""
     return (sum(y * y for y in row) / len(row) + Decimal(eps)).sqrt()
 
@@ -69,7 +69,7 @@ def test_the_exact_norm_lies_inside(name: str, eps: float, size: float) -> None:
     with localcontext(prec=50):
         for step in STEPS:
             row = moved(x, step)
-            exact = deviation(row, eps)
+            exact = exact_deviation(row, eps)
             assert Decimal(float(below)) <= exact <= Decimal(float(above))
             for y, least, most in zip(row, low.flatten(), high.flatten(), strict=True):
                 assert Decimal(float(least)) <= y / exact <= Decimal(float(most))

@@ -74,7 +74,9 @@ ATTENTION = [
 ROWS = [case for case in CASES if case.name not in MIXING] + ATTENTION
 
 
-def symbols(count: int, fibres: int, boxed: bool, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def symbols_of_fibres(
+    count: int, fibres: int, boxed: bool, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """e on its sphere or at corners, n (b, box, fibres) at corners and on spheres; slack's signs."""
     generator = torch.Generator().manual_seed(seed)
     e = torch.randn(count, BALL, generator=generator).double()
@@ -90,7 +92,7 @@ def share(case: Case, size: float, boxed: bool, seed: int) -> float:
     """The largest distance from a form at some symbols, over what it leaves free."""
     inputs = fibre_forms(case.shapes, size, seed, positive=case.positive, boxed=boxed)
     fibres = inputs[0].centre.numel() // inputs[0].shape[-1]
-    e, n, s = symbols(200, fibres, boxed, seed)
+    e, n, s = symbols_of_fibres(200, fibres, boxed, seed)
     given = [
         evaluate_fibres(form, e, n)[0] + form.slack * s.view(-1, *[1] * len(form.shape))
         for form in inputs
@@ -123,7 +125,7 @@ def test_attention_is_tight_near_its_centre(case: Case) -> None:
         inputs = fibre_forms(case.shapes, size, 0, positive=False, boxed=False)
         for form in inputs:
             form.box.zero_()
-        e, n, _ = symbols(4, 5, False, 0)
+        e, n, _ = symbols_of_fibres(4, 5, False, 0)
         free.append(evaluate_fibres(case.relax(*inputs), e, n)[1].max())
     assert 80 < free[0] / free[1] < 120
 
@@ -135,7 +137,7 @@ def test_no_head_is_too_sure_where_scores_are_far_apart(token: int | None) -> No
     for factor in (10.0, 100.0, 1000.0):
         q, k, v = fibre_forms(TOKENS, 1e-6, 3, positive=False, boxed=False)
         q = q.scale(torch.tensor(factor).double())
-        e, n, _ = symbols(100, 5, False, 3)
+        e, n, _ = symbols_of_fibres(100, 5, False, 3)
         given = [evaluate_fibres(x, e, n)[0].flatten(0, 1) for x in (q, k, v)]
         form = case.relax(q, k, v)
         middle, free = evaluate_fibres(form, e, n)

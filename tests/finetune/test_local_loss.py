@@ -153,7 +153,7 @@ def test_a_network_of_another_kind_is_refused_by_name(changes: dict[str, Any]) -
         LocalEnclosure(model)
 
 
-def trainer(checkpoint: Checkpoint, **changes: Any) -> Trainer:
+def trainer_near(checkpoint: Checkpoint, **changes: Any) -> Trainer:
     return trainer_of(checkpoint, **{"batch_size": 64, "lr": 3e-3, "epsilon": 0.05, **changes})
 
 
@@ -184,7 +184,7 @@ def test_a_run_for_local_certificates_is_judged_by_them_and_chooses_its_epoch_so
         "certcli.finetune.validation.evaluate", lambda *_, **__: Quality(0.95, None, None)
     )
     monkeypatch.setattr(Validation, "_enclosed_share", lambda self, enclosure, images: next(shares))
-    run = trainer(checkpoint, loss="ce", enclosure_penalty=(0.1, 0.1, 0.1), epochs=4)
+    run = trainer_near(checkpoint, loss="ce", enclosure_penalty=(0.1, 0.1, 0.1), epochs=4)
     epochs = list(run.run(*digit_sets(checkpoint, 256, 40)))
     # no share before the penalty has its weight
     assert [epoch.certified_estimate for epoch in epochs] == [None, None, 0.4, 0.1]
@@ -193,7 +193,7 @@ def test_a_run_for_local_certificates_is_judged_by_them_and_chooses_its_epoch_so
 
 def test_the_share_is_of_margins_that_the_enclosure_leaves_positive() -> None:
     checkpoint = initialised_plain(depth=1)
-    run = trainer(checkpoint, loss="local", epochs=3, epsilon=0.02)
+    run = trainer_near(checkpoint, loss="local", epochs=3, epsilon=0.02)
     sets = digit_sets(checkpoint, 256, 40)
     *_, last = run.run(*sets)
     images, labels = sets[1].limit(32).tensors()
@@ -212,16 +212,16 @@ def test_a_penalised_network_without_a_quick_enclosure_is_judged_by_clean_accura
     """
     penalised = {"loss": "ce", "enclosure_penalty": (0.1, 0.1, 0.1), "epochs": 2}
     other = initialised_plain(qk_norm=True, depth=1)
-    epochs = list(trainer(other, **penalised).run(*digit_sets(other, 256, 40)))
+    epochs = list(trainer_near(other, **penalised).run(*digit_sets(other, 256, 40)))
     assert all(epoch.certified_estimate is None for epoch in epochs)
     with pytest.raises(ArchitectureError, match="no enclosure for training"):
-        trainer(other, loss="local", epochs=2)
+        trainer_near(other, loss="local", epochs=2)
     large, small = (initialised_plain(depth=1, embed_dim=width) for width in (64, 8))
-    run = trainer(large, **penalised)
+    run = trainer_near(large, **penalised)
     assert LocalEnclosure(run.model).entries == ENCLOSED_ENTRIES + 64
     assert run.validation.enclosure is None
-    assert trainer(large, loss="local", epochs=2).validation.enclosure is not None
-    assert trainer(small, **penalised).validation.enclosure is not None
+    assert trainer_near(large, loss="local", epochs=2).validation.enclosure is not None
+    assert trainer_near(small, **penalised).validation.enclosure is not None
 
 
 def test_the_command_names_the_proof_that_it_trained_for(workshop: Path, tmp_path: Path) -> None:
