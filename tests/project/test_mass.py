@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-STATEMENTS = {"certcli": 36_600, "tests": 28_350}
+STATEMENTS = {"certcli": 36_100, "tests": 27_750}
 """Two in a hundred above what was reached. Lower a ceiling when the count falls; never raise one."""
-SHARED_NAMES = {"certcli": 45, "tests": 77}
+SHARED_NAMES = {"certcli": 45, "tests": 76}
 """The same of functions: a name that stands in several files is found in the wrong one."""
 
 
