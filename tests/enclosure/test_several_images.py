@@ -152,7 +152,7 @@ def values_of(walk: Callable[[Any], Form]) -> tuple[dict[Any, tuple[Any, int | N
 FORWARD = [kind for kind in STARTS if kind not in (BACK, "l2 with few symbols")]
 NETWORKS = [
     (name, kind)
-    for number, name in enumerate(ROWS if EVERY else QUICK)
+    for number, name in enumerate(ROWS if EVERY else QUICK[::2])
     for kind in (FORWARD if EVERY else [FORWARD[number % len(FORWARD)]])
 ]
 

@@ -149,7 +149,11 @@ def alike(self: SmoothingCertifier, indices: Any, *given: Any) -> Any:
 
 
 def from_zero(
-    self: SmoothingCertifier, indices: Any, pixels: Any, ranges: Mapping[int, tuple[int, int]]
+    self: SmoothingCertifier,
+    indices: Any,
+    pixels: Any,
+    ranges: Mapping[int, tuple[int, int]],
+    *given: Any,
 ) -> Any:
     """The samples that chose the class bound its probability, too."""
     skipped = self.settings.n0
@@ -158,6 +162,7 @@ def from_zero(
         indices,
         pixels,
         {i: (max(0, a - skipped), b - skipped * (a > 0)) for i, (a, b) in ranges.items()},
+        *given,
     )
 
 

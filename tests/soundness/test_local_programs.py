@@ -193,10 +193,8 @@ def test_columns_of_the_square_weigh_in_float64() -> None:
     """torch.where of two Python numbers is float32: sqrt(2) was off by 1e-8, and every quadratic
     bound with it.
     """
-    found = weights(
-        2, diagonal=1.0, off_diagonal=2**0.5, like=torch.zeros(1, dtype=torch.float64), axes=1
-    )
-    assert found.flatten().tolist() == [1.0, 2**0.5, 1.0]
+    factors = weights(2, 1.0, 2**0.5, torch.device("cpu"), 1)
+    assert factors.flatten().tolist() == [1.0, 2**0.5, 1.0]
 
 
 def small_tokens() -> nn.Module:
