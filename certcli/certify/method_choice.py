@@ -1,6 +1,7 @@
 """Which certificate is worth having: a proof where one reaches, else a statement of chance."""
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -58,6 +59,8 @@ def certified_at(rows: Sequence[Certificate], radius: float) -> int:
 
 TRIED = {"lipschitz": 256, "local": 6}
 """Images at most on which a method is tried."""
+PATIENCE = 30.0
+"""Seconds of this process, however busy the machine is, after which no further batch is tried."""
 ENCLOSED = 20_000
 """Entries of the largest tensor up to which enclosures are tried: seconds an image."""
 
@@ -99,13 +102,20 @@ def choose_method(
     def enclosed() -> Certifier:
         if largest_tensor(model) > ENCLOSED:
             raise NoBoundError("a local certificate would take minutes an image")
-        return LocalCertifier(model, model.input_size, Local())
+        ready["local"] = LocalCertifier(model, model.input_size, Local())
+        return LocalCertifier(model, model.input_size, Local(at=(radius,)))
 
     for method, make, step in (("lipschitz", bounded, batch_size), ("local", enclosed, 1)):
         try:
-            certifier = ready[method] = make()
+            certifier = make()
+            ready.setdefault(method, certifier)
             sample = images.limit(TRIED[method])
-            rows = [row for batch in certify_images(certifier, sample, step) for row in batch]
+            rows = list[Certificate]()
+            started = time.process_time()
+            for batch in certify_images(certifier, sample, step):
+                rows += batch
+                if time.process_time() - started > PATIENCE:
+                    break
         except NoBoundError as failure:
             reasons.append(failure.message)
             continue
