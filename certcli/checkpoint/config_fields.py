@@ -61,8 +61,6 @@ _HARMLESS = frozenset(
     )
 )
 """Fields that change neither the pixels nor the function of the weights that lie beside them."""
-_OFF: tuple[Any, ...] = (None, False, 0, {}, [], "")
-"""Values that switch a field off."""
 
 
 class PretrainedFields(Struct):
@@ -158,10 +156,12 @@ def decode_config(text: str | bytes, decides: bool = True) -> ConfigFields:
     return config
 
 
-def unknown_in(fields: Mapping[str, Any], used: Iterable[str], where: str) -> list[str]:
-    """Return a sentence about the fields that are neither used nor harmless."""
+def unknown_in(
+    fields: Mapping[str, Any], used: Iterable[str], where: str, off: tuple[Any, ...] = (None,)
+) -> list[str]:
+    """Return a sentence about the fields that are neither used nor harmless; off: values of none."""
     names = {*used}
-    strange = sorted(key for key, value in fields.items() if key not in names and value not in _OFF)
+    strange = sorted(key for key, value in fields.items() if key not in names and value not in off)
     shown = one_line(", ".join(strange))[:160]
     return [f"{where} says {shown}, which certvit does not know and leaves out"] if strange else []
 

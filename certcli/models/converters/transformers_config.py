@@ -141,6 +141,8 @@ class Pixels(Struct, kw_only=True):
         return named
 
 
+_OFF: tuple[Any, ...] = (None, False, 0, {}, [], "")
+"""Values that switch a field off."""
 _PROCESSORS = frozenset(("ViT", "DeiT", "Beit", "Bit", "ConvNext", "CLIP", "Siglip", "Swin"))
 """Processors that resize, crop, rescale and normalise by the fields above, and do nothing else."""
 _HARMLESS_PIXELS = frozenset(
@@ -241,7 +243,7 @@ def unknown_fields(path: Path, struct: type[Struct], decides: bool = True) -> li
         hint = "delete problem_type to judge the largest logit"
         raise ArchitectureError(f"{path.name}: {problem}", hint)
     doubts = [] if problem is None else [problem + LOGITS_ALONE]
-    return doubts + unknown_in(raw, used, path.name)
+    return doubts + unknown_in(raw, used, path.name, _OFF)
 
 
 def _processor_doubts(pixels: Pixels) -> list[str]:
