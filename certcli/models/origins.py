@@ -285,8 +285,8 @@ def overruled(options: Iterable[tuple[str, Any, Any]], where: str) -> list[str]:
 def _equal_values(value: Any, said: Any) -> bool:
     """Tell whether two values are equal; one number stands for every channel."""
     if isinstance(value, (list, tuple)) and isinstance(said, (list, tuple)):
-        alike = all(each == value[0] for each in (*value, *said))
-        return alike or list(value) == list(said)
+        both = [*value, *said]
+        return list(value) == list(said) or all(each == both[0] for each in both)
     return bool(value == said)
 
 
