@@ -302,8 +302,11 @@ class SmoothingCertifier(Certifier):
         purpose: int,
     ) -> Tensor:
         """Image -> samples start to stop: how often f gives each class, (b, k) int64 on the CPU."""
-        prepare: Callable[[Tensor], Tensor] | None = getattr(self._classify, "prepare", None)
-        run: Callable[[Tensor], Tensor] = getattr(self._classify, "run", self._classify)
+        prepare: Callable[[Tensor], Tensor] | None = None
+        run: Callable[[Tensor], Tensor] = self._classify
+        if isinstance(self._classify, Classifier):
+            prepare = self._classify.prepare
+            run = self._classify.run
         rows = [
             (image, sample)
             for image, (start, stop) in ranges.items()
