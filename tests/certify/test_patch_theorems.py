@@ -26,6 +26,7 @@ from certcli.evaluation.image_records import Certificate
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images import datasets
 from certcli.models.pixels import Grid, SeenPart, band_views
+from tests.helpers.grids import EVERY
 from tests.helpers.patches import GRID, ONE_IMAGE, half_normalised, patch_places, views_as_pixels
 
 
@@ -318,6 +319,9 @@ def test_a_patch_that_turns_the_network_is_found() -> None:
     assert inner[0].withstood
 
 
+IMAGES = 24 if EVERY else 12
+
+
 @pytest.mark.parametrize("name", ["double-masking", "voting:1"])
 def test_no_adaptive_attack_breaks_what_is_certified(certified: Checkpoint, name: str) -> None:
     """At every place: PGD on the passes that see the patch, judged by the procedure itself."""
@@ -326,19 +330,19 @@ def test_no_adaptive_attack_breaks_what_is_certified(certified: Checkpoint, name
     assert isinstance(certifier, PatchCertifier)
     patch, images = (
         Patch(1, 1),
-        datasets.load_dataset("digits", certified.record.input, "test").select(range(12)),
+        datasets.load_dataset("digits", certified.record.input, "test").select(range(IMAGES)),
     )
     pixels, labels = images.tensors()
-    rows = certifier.batch(range(12), pixels, labels.tolist())
+    rows = certifier.batch(range(IMAGES), pixels, labels.tolist())
     target = PatchTarget(lambda corner: TouchedPasses(certifier, patch, corner), certifier.predict)
     found = attack_patches(
         target,
-        range(12),
+        range(IMAGES),
         pixels,
         labels.tolist(),
         patch,
-        AttackSettings(steps=4),
-        places_of(patch, (8, 8))[::21],
+        AttackSettings(steps=8 if EVERY else 4),
+        places_of(patch, (8, 8))[:: 9 if EVERY else 21],
     )
     held = [row.index for row in rows if row.holds_at(Threat.of(patch))]
     assert [row.index for row in found if row.index in held and not row.withstood] == []
