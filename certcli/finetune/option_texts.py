@@ -178,4 +178,4 @@ def require_known_augmentations(names: tuple[str, ...]) -> None:
         raise_if(not is_known, UsageError, f"unknown augmentation '{name}'", hint)
         match = JITTER.fullmatch(name)
         wrong = match is not None and not 0 < float(match[1]) <= 1
-        raise_if(wrong, UsageError, f"'{name}' does not change by more than 0 and 1 at most", hint)
+        raise_if(wrong, UsageError, f"the reach of '{name}' is not above 0 and at most 1", hint)
