@@ -17,6 +17,7 @@ from certcli.certify.options import BRANCH, REAL, TOKENS, ZONOTOPE, Local
 from certcli.enclosure.zonotopes import pointwise
 from certcli.enclosure.zonotopes.domain import l2_ball
 from certcli.enclosure.zonotopes.form import Form, Unbounded
+from certcli.enclosure.zonotopes.margins import lower_bounds
 from certcli.enclosure.zonotopes.network import LocalNetwork
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace, executed
@@ -83,8 +84,8 @@ def walked_program(
     radius: float,
     by_fibres: bool = False,
 ) -> tuple[dict[fx.Node, tuple[object, int | None]], Tensor | None]:
-    """Every node's value in a walk around the image, and the margins; None where the walk has no
-    end.
+    """Every node's value in a walk around the images, and the margins; None where the walk has no
+    end, as of several images that may not share one.
     """
     values: dict[fx.Node, tuple[object, int | None]] = {}
 
@@ -93,8 +94,11 @@ def walked_program(
 
     ball = l2_ball(pixels, radius, squares_up_to=128, limit=300, by_fibres=by_fibres)
     try:
-        return values, network.margins(ball, label, watch)
-    except Unbounded:
+        labels = label if len(pixels) == 1 else torch.full((len(pixels),), label)
+        return values, lower_bounds(network.margin_form(ball, labels, watch))
+    except (Unbounded, NoRule) as reason:
+        if isinstance(reason, NoRule) and len(pixels) == 1:
+            raise
         return values, None
 
 
@@ -114,23 +118,28 @@ def check_nodes(found: Found, name: str, network: LocalNetwork, pixels: Tensor, 
         found.broken.append(f"{name}: margins {margins.tolist()} at radius 0, not {truth.tolist()}")
         return
     moves = guided(traced, pixels, seed)
-    for radius in NODES_AT:
-        values, _ = walked_program(network, pixels, label, radius, by_fibres)
-        points = [values_of_nodes(traced, pixels + radius * e) for e in moves]
-        for node, (value, token) in values.items():
-            for part, tensors in nodes_beside_points(
-                value, [point[node] for point in points], token
-            ):
-                found.tried[f"{name} nodes"] += 1
-                found.tried[f"{name} points at nodes"] += len(points)
-                share = float("inf")
-                if tuple(part.shape) == tuple(tensors.shape[1:]):
-                    share = share_of_form(part, moves.flatten(1), tensors)
-                rule = name, rule_of(traced, node)
-                found.tightest[rule] = max(found.tightest.get(rule, 0.0), share)
-                if not share <= 1:
-                    found.broken.append(f"{name}: {node} at {radius:g}: {share:.3g}")
-                    return
+    three = torch.cat([pixels, 1 - pixels, pixels.flip(-1)])
+    balls = [(pixels, radius) for radius in NODES_AT]
+    for images, radius in [*balls, *((three, radius) for radius in NODES_AT[1:3])]:
+        values, _ = walked_program(network, images, label, radius, by_fibres)
+        kind = f"{name} nodes" if len(images) == 1 else f"{name} nodes of several images"
+        for place, image in enumerate(images.split(1)):
+            points = [values_of_nodes(traced, image + radius * e) for e in moves]
+            for node, (value, token) in values.items():
+                for part, tensors in nodes_beside_points(
+                    value, [point[node] for point in points], token
+                ):
+                    row = part.of_image(place)
+                    found.tried[kind] += 1
+                    found.tried[f"{name} points at nodes"] += len(points)
+                    share = float("inf")
+                    if tuple(row.shape) == tuple(tensors.shape[1:]):
+                        share = share_of_form(row, moves.flatten(1), tensors)
+                    rule = name, rule_of(traced, node)
+                    found.tightest[rule] = max(found.tightest.get(rule, 0.0), share)
+                    if not share <= 1:
+                        found.broken.append(f"{kind}: {node} at {radius:g}: {share:.3g}")
+                        return
 
 
 def rule_of(traced: Trace, node: fx.Node) -> str:
