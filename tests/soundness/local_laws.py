@@ -168,13 +168,13 @@ def nodes_beside_points(
 def least_margin_by_attack(
     model: nn.Module, pixels: Tensor, label: int, radius: float, seed: int
 ) -> float:
-    """The least margin found within the radius, one image at a time: most programs take no batch."""
+    """The least margin found within the radius among images in [0, 1], of which certificates speak."""
     generator = torch.Generator().manual_seed(seed)
     nearest = float("inf")
     for turn in range(STARTS):
         delta = radius * unit_moves(torch.randn(1, *SIZE, generator=generator).double())
         for step in range(STEPS):
-            delta = delta.requires_grad_(True)
+            delta = ((pixels + delta).clamp(0, 1) - pixels).requires_grad_(True)
             logits = model(pixels + delta)[0]
             margins = torch.stack([logits[label] - z for j, z in enumerate(logits) if j != label])
             nearest = min(nearest, float(margins.detach().min()))

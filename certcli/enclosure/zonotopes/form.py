@@ -401,8 +401,6 @@ class Form:
         )
         return form.sized(self, lambda size: size + error)
 
-    noisy = doubted
-
     def over(self, divisor: Tensor) -> "Form":
         """Return x / divisor (broadcast to the shape of x)."""
         return self.linear(lambda t: t / divisor, lambda t: t / divisor.abs(), terms=1)

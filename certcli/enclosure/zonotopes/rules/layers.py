@@ -235,13 +235,13 @@ def rows_of_length_one(
 ) -> Form:
     y = normalise(ctx, x, unit_length(x.shape, p, dim, eps), None, None, False)
     y = y.scale(y.centre.new_tensor(x.shape[-1] ** -0.5))
-    return y.noisy(gamma(4) * y.size)  # the factor and eps^2 / d are rounded
+    return y.doubted(gamma(4) * y.size)  # the factor and eps^2 / d are rounded
 
 
 @rules.module(CenterNorm)
 def center_normed(ctx: ZonotopeContext, module: CenterNorm, x: Form) -> Form:
     y = centred(x).scale(module.weight * (module.width / (module.width - 1)))
-    return y.noisy(gamma(2) * y.size).shift(module.bias)  # the gain is rounded
+    return y.doubted(gamma(2) * y.size).shift(module.bias)  # the gain is rounded
 
 
 @rules.function(F.batch_norm)
@@ -251,7 +251,7 @@ def batch_normed(
 ) -> Form:  # fmt: skip
     mean, gain, offset = of_statistics(x, running_mean, running_var, weight, bias, training, eps)
     y = x.shift(-mean).scale(gain)
-    y = y.noisy(gamma(6) * y.size)
+    y = y.doubted(gamma(6) * y.size)
     return y if offset is None else y.shift(offset)
 
 
