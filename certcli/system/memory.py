@@ -39,7 +39,9 @@ def free_bytes() -> float:
 
 def out_of_memory(failure: BaseException | None) -> bool:
     """Tell whether memory ran out, here or in a cause: on a CPU torch has no type for it."""
-    while failure is not None:
+    seen = set[int]()
+    while failure is not None and id(failure) not in seen:  # causes may lead in a circle
+        seen.add(id(failure))
         typed = isinstance(failure, MemoryError) or type(failure).__name__ == "OutOfMemoryError"
         # the text of an OSError may be a file's name
         text = str(failure).lower() if isinstance(failure, (RuntimeError, ImportError)) else ""

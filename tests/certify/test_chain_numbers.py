@@ -78,15 +78,18 @@ def test_a_step_has_its_proven_norm() -> None:
             assert AffineStep.of(step).norm == float(step.norm(Arithmetic()))
 
 
-def largest(*reach: float) -> Tensor:
+def largest(*reach: float, gain: float = 4.0) -> Tensor:
     """max 3 s + 4 t for s and t within these, on the ball of radius 2."""
-    return sequential._largest_product(doubles(3.0, 4.0)[None], doubles(*reach)[None], doubles(2.0))
+    gains = doubles(3.0, gain)[None]
+    return sequential._largest_product(gains, doubles(*reach)[None], doubles(2.0))
 
 
 def test_the_largest_product_is_not_rounded_down() -> None:
     """The ball alone gives 10, the box 7, both together 3 + 4 sqrt(3)."""
     for reach, exact in (((9.0, 9.0), 10.0), ((1.0, 1.0), 7.0), ((1.0, 9.0), 3 + 4 * math.sqrt(3))):
         assert exact <= float(largest(*reach)) <= exact * (1 + 1e-3)
+    # a gain that overflows, and a value that does not move: 0 times infinity is no bound
+    assert largest(1e200, 0.0, gain=1e300) == math.inf
 
 
 @pytest.mark.parametrize("slope", [1.0, 0.0])

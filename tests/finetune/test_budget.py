@@ -330,6 +330,7 @@ def test_a_full_disk_leaves_nothing_half_written_and_loses_nothing(
         assert disk.left == -1, "nothing is trained, or written, after it"
     assert failure.code == 8
     assert "full" in failure.message
+    assert failure.__cause__ is not failure
     state = folder / "o.state.safetensors"
     assert state.exists() is (allowed > 0)
     assert ("--resume" in failure.hint) is (allowed > 0)

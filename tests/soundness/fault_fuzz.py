@@ -43,7 +43,7 @@ from tests.helpers.runs import (
 from tests.helpers.workshop import Workshop
 from tests.soundness.edits import run_edits
 
-UNLIKE = r'"threads":"\d"|\\"threads\\":\\"\d\\"| --resume|\n<p>\d+ records were read[^<]*</p>|[\d-]{10}[T ][\d:]{8} UTC'
+UNLIKE = r'"threads":"\d"|\\"threads\\":\\"\d\\"| --resume|\n<p>\d+ records were read[^<]*</p>|[\d-]{10}[T ][\d:]{8}(?: UTC)?'
 """Parts of files that a repeated run writes otherwise: its threads, and in pages the typed command, the date, and how much
 was resumed."""
 ENDS = {"verify": (0, 7)}

@@ -228,3 +228,5 @@ def test_memory_that_ran_out_is_known_from_other_failures(
     failure: Exception, ran_out: bool
 ) -> None:
     assert memory.out_of_memory(failure) is ran_out
+    failure.__cause__ = failure
+    assert memory.out_of_memory(failure) is ran_out

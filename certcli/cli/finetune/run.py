@@ -127,7 +127,8 @@ class Training:
             outputs.discard_state(self.state_path, state.KEY, run)
             raise
         except errors.OutputError as failure:
-            raise self._resumable(failure) from failure
+            self._say_how_to_go_on(failure)
+            raise
         outputs.discard_state(
             self.state_path, state.KEY, run
         )  # a run that diverged would diverge again
@@ -261,14 +262,14 @@ class Training:
         try:
             state.save_training_state(self.state_path, trainer.state())
         except errors.OutputError as failure:
-            raise self._resumable(failure) from failure
+            self._say_how_to_go_on(failure)
+            raise
         outputs.hold_state(self.state_path, self.held)
 
-    def _resumable(self, failure: errors.OutputError) -> errors.OutputError:
-        """Return the failure with a way on from the last state, where there is one."""
-        if reading.is_absent(self.state_path):
-            return failure
-        return type(failure)(failure.message, "make room, then repeat the command with --resume")
+    def _say_how_to_go_on(self, failure: errors.OutputError) -> None:
+        """Name the way on from the last state, where there is one."""
+        if not reading.is_absent(self.state_path):
+            failure.hint = "make room, then repeat the command with --resume"
 
     def _write(
         self,
