@@ -12,8 +12,9 @@ Frozen: clean accuracy with the probabilities of each attention at their mean ov
 controls, a linear classifier and an MLP of one layer of GELU units (128, or `--hidden`), are trained
 on attacked images (PGD of two steps, as long and as far as the options say), and are certified by
 `--method local` as the network is. With --patch P the only control is one that reads all patches of
-P x P pixels with the same weights. Only the controls are certified here: `certvit certify` does it for
-the network. Intervals are Clopper-Pearson, 95 %.
+P x P pixels with the same weights; with --filters N, a convolutional one of N and 2 N filters. Only the
+controls are certified here: `certvit certify` does it for the network. Intervals are Clopper-Pearson,
+95 %.
 """
 
 import argparse
@@ -67,6 +68,13 @@ def controls(options: argparse.Namespace, load: Callable[[str], Images]) -> dict
         nets[f"MLP of {units}"] = nn.Sequential(
             nn.Flatten(), nn.Linear(pixels, units), nn.GELU(), nn.Linear(units, 10)
         )
+    if few := options.filters:
+        convolutions = nn.Sequential(
+            *(nn.Conv2d(spec.size[0], few, 4, 2, 1), nn.GELU()),
+            *(nn.Conv2d(few, 2 * few, 4, 2, 1), nn.GELU(), nn.Flatten()),
+            *(nn.Linear(few * math.prod(spec.size[1:]) // 8, 100), nn.GELU(), nn.Linear(100, 10)),
+        )
+        nets = {f"convolutions of {few}": convolutions}
     if options.patch:
         nets = {"patches": Patches(spec.size[0], options.patch, options.units)}
     settings = FinetuneSettings(
@@ -139,6 +147,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, action="append", default=[])
     parser.add_argument("--patch", type=int, metavar="P")
     parser.add_argument("--units", type=int, default=72, help="of each layer of it")
+    parser.add_argument("--filters", type=int, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--radius", type=float, action="append", default=[])
     options = parser.parse_args()
