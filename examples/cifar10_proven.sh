@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # An ordinary vision transformer of CIFAR-10 that is proven image by image, beside networks without attention.
-# Usage: examples/cifar10_proven.sh DATASET [OUT]   (train/ and test/ of class folders); some 40 minutes of one core.
+# Usage: examples/cifar10_proven.sh DATASET [OUT]   (train/ and test/ of class folders); some half an hour of one core.
 set -euo pipefail
 
 data=$(cd "${1:?give a folder with train/ and test/}" && pwd)
